@@ -12,7 +12,6 @@ Bound: 4 GB at 55 GB/s are 0.07 s each way; at the 3 GB/s of a local disk 1.3 s.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,20 +20,15 @@ from typing import Any
 import common
 import runner
 from common import Result
+from suite import main, options, role_of
 
 GB = 10**9
 PART = 64 * common.MIB
 POLICIES = ("keep", "file", "discard")
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=90)
-    parser.add_argument("--gb", type=float, default=4.0)
-    parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="where contents in files go")
-    parser.add_argument("--role", choices=["tenant"], help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 90, gb=4.0, cycles=3, dir=(Path(tempfile.gettempdir()), "where contents in files go"), role=role_of("tenant"),
+)
 
 
 class Memory:
@@ -71,12 +65,10 @@ class Memory:
         return sum(bytes(saved[policy].tolist()) != self.head[policy] for policy in paused)
 
 
-def tenant(args: Any) -> int:
+def tenant(args: Any) -> None:
     """The process under `sublet run`."""
-    runner.begin(args.deadline - 5)
     import sublet
 
-    runner.fact("versions", runner.versions())
     sublet.set_file_dir(args.dir)
     memory = Memory(args)
     runner.fact("bytes_of_each", memory.size_bytes)
@@ -96,7 +88,6 @@ def tenant(args: Any) -> int:
     left = sublet.stats()["pool"]["file_bytes"]
     runner.row("no disk space is held after the last resume", left == 0, f"{left} bytes")
     plain(args.dir, memory.size_bytes)
-    return 0
 
 
 def plain(folder: Path, size_bytes: int) -> None:
@@ -140,7 +131,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(tenant(options))
-    sys.exit(common.run_job(options, "contents", body))
+    main(parse, "contents", body, {"tenant": tenant})

@@ -21,12 +21,9 @@ So `backward` should be within a few percent of `resident`, and `after` some 0.3
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,150 +33,98 @@ import larger_picture
 import larger_weights
 import runner
 from common import Result
+from larger_models import Frames, Row
+from suite import Suite, is_there, main, options, role_of, words_of
 
-PAGED = ("backward", "after", "pauses", "tenth")
-#: What forward saves waits in host memory: by PyTorch's own copies, by `sublet.saved`, and so with a paged optimizer too.
-SAVED = ("save_on_cpu", "saved", "saved_backward")
-OTHERS = ("fsdp2", "torchao")
-#: Rows that are no training of the 2B model.
-OF_7B = {"7b_bound": larger_models.bound, "7b": larger_models.train_paged}
-ROWS = ("resident", *PAGED, *SAVED, *larger_weights.ROWS, *OF_7B, *OTHERS)
-#: Each row with the one that its losses must equal, bit for bit.
-REFERENCES = {**dict.fromkeys((*PAGED, *SAVED), "resident"), **larger_weights.REFERENCES}
 PAUSE_EVERY = 5
-
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=560)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, help="layers of the model; without it as many as the row's shape has")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 2,048 tokens a step")
-    parser.add_argument("--frames", default="2GiB")
-    parser.add_argument("--rows", default=",".join(("resident", *PAGED, *OTHERS)), help="rows to run, by comma")
-    parser.add_argument("--role", choices=ROWS, help="used by the job itself")
-    return parser.parse_args(argv)
 
 
 # ---------------------------------------------------------------- one training
 
 
-def role(args: Any) -> int:
+def role(args: Any) -> None:
     """A process that trains."""
-    runner.begin(args.deadline)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
-    runner.fact("versions", runner.versions())
+    row = BY_NAME[args.role]
     # Flash attention alone has a deterministic backward pass.
-    for other in (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
+    for other in (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.enable_math_sdp):
         other(False)
-    torch.backends.cuda.enable_math_sdp(False)
     # The others' own kernels have no say in what is compared.
-    torch.use_deterministic_algorithms(True, warn_only=args.role in OTHERS)
+    torch.use_deterministic_algorithms(True, warn_only=row.is_of_others)
     torch.utils.deterministic.fill_uninitialized_memory = False
     generator = torch.Generator("cuda").manual_seed(2)
     size = (args.batch, larger_models.TOKENS)
     data = [torch.randint(0, larger_models.VOCABULARY, size, device="cuda", generator=generator) for _ in range(4)]
-    if args.role in OF_7B:
-        OF_7B[args.role](args, torch, data)
-        return 0
-    if args.role == "graphs":
-        larger_weights.graphs(torch)
-        return 0
-    if args.role == "resident":
+    row.run(row, args, torch, data)
+
+
+def train(row: Row, args: Any, torch: Any, data: list[Any]) -> None:
+    """The training of 2 billion parameters, as this row has it."""
+    if row.name == "resident":
         runner.fact("link", larger_models.link(torch))
         torch.cuda.empty_cache()
-    model = larger_models.make(torch, larger_models.shape_of(args.role), args.layers)
+    model = larger_models.make(torch, row.shape, args.layers)
     runner.fact("parameters", larger_models.count(model))
-    if args.role.startswith(("infer", "lora")):
-        larger_weights.steps(args, torch, model, data)
-        return 0
-    if args.role == "look":
-        larger_weights.look(args, torch, model, data)
-        return 0
-    if larger_weights.is_paged(args.role):
-        model = larger_weights.page(args.role, model)
-    autocast = contextlib.nullcontext if args.role == "fsdp2" else lambda: torch.autocast(
-        "cuda", torch.bfloat16, cache_enabled=False
-    )
-    optimizer = optimizer_of(args, model)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    peak_bytes, losses, used_mib = 0, [], [0]
-    for step in range(args.steps):
-        batch, before = data[step % len(data)], larger_models.moved() if is_paged(args.role) else {}
-        is_recorded = args.role == "backward" and step == args.steps - 1
+    if row.weights:
+        model = larger_weights.page(row, model)
+    autocast = contextlib.nullcontext if row.name == "fsdp2" else lambda: torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+    optimizer = optimizer_of(row, args, model)
+    used_mib = [0]
+
+    def step(number: int, batch: Any) -> tuple[Any, Any]:
+        is_recorded = row.name == "backward" and number == args.steps - 1
         recorder = larger_picture.Recorder() if is_recorded else None
-        began = time.perf_counter()
-        with autocast(), saving(args.role):
+        with autocast(), saving(row):
             loss = model(input_ids=batch, labels=batch).loss
         if recorder is not None:
             recorder.mark("forward")
-        if args.role == "resized":
-            larger_weights.resize(step, args.steps, model, optimizer)
-        is_paused = args.role in ("pauses", "saved_backward") and step % PAUSE_EVERY == PAUSE_EVERY - 1
-        pauser = pause_soon() if is_paused else None
+        if row.name == "resized":
+            larger_weights.resize(number, args.steps, model, optimizer)
+        pauser = pause_soon() if row.is_paused and number % PAUSE_EVERY == PAUSE_EVERY - 1 else None
         loss.backward()
         if recorder is not None:
             recorder.mark("backward, with the optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
-        took = time.perf_counter() - began
         if pauser is not None:
-            runner.row(f"step {step}: paused and resumed", pauser.wait(60) == 0)
-        elif recorder is not None:
-            runner.fact("timeline", recorder.ended())
-        elif step > 0:  # the first makes the state
-            runner.sample("step_s", took)
-            if before:
-                larger_models.sample_moved(before)
-        losses.append(float(loss))
-        if args.role == "left":
-            used_mib.append(common.used_mib()[0])
-        free, total = torch.cuda.mem_get_info()
-        peak_bytes = max(peak_bytes, total - free)
-    runner.fact("losses", losses)
-    if args.role.startswith("wo_"):
+            return loss, lambda: runner.row(f"step {number}: paused and resumed", pauser.wait(60) == 0)
+        return loss, None if recorder is None else lambda: runner.fact("timeline", recorder.ended())
+
+    # The first makes the state.
+    look = (lambda: used_mib.append(common.used_mib()[0])) if row.name == "left" else None
+    larger_models.loop(torch, data, args.steps, 1, step, is_paged=row.is_paged, behind=look)
+    if row.name.startswith("wo_"):
         larger_weights.plan({"weights": model, "state": optimizer})
-    if args.role not in OTHERS:
+    if not row.is_of_others:
         runner.fact("weights", bits_of(torch, model))
-    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
-    runner.fact("device_bytes", peak_bytes)
-    if is_paged(args.role):
-        larger_weights.report()
-    if args.role == "left":
+    if row.is_paged:
+        larger_models.report()
+    if row.name == "left":
         most_mib = (larger_weights.BUDGET_GIB + larger_weights.CONTEXT_GIB) << 10
         runner.row("the budget held", max(used_mib) <= most_mib, f"{max(used_mib)} MiB of the GPU were used, its context too")
-    return 0
 
 
-def is_paged(row: str) -> bool:
-    """Is it under Sublet?"""
-    return row in (*PAGED, "saved", "saved_backward", "7b") or larger_weights.is_paged(row)
-
-
-def saving(row: str) -> Any:
+def saving(row: Row) -> Any:
     """What forward runs in."""
-    if row == "save_on_cpu":
+    if row.name == "save_on_cpu":
         from torch.autograd.graph import save_on_cpu
 
         return save_on_cpu(pin_memory=True)
-    if row.startswith("saved"):
+    if row.is_saved:
         import sublet
 
         return sublet.saved()
     return contextlib.nullcontext()
 
 
-def optimizer_of(args: Any, model: Any) -> Any:
-    """The optimizer of this row."""
+def optimizer_of(row: Row, args: Any, model: Any) -> Any:
     import torch
 
     how = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
-    if args.role == "fsdp2":
+    if row.name == "fsdp2":
         from torch.distributed import init_process_group
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -196,19 +141,18 @@ def optimizer_of(args: Any, model: Any) -> Any:
         with contextlib.suppress(RuntimeError):
             return torch.optim.AdamW(model.parameters(), **how)
         return torch.optim.AdamW(model.parameters(), **{**how, "fused": False})
-    if args.role == "torchao":
+    if row.name == "torchao":
         from torchao.optim import CPUOffloadOptimizer
 
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **how)
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    if args.role in (*PAGED, "saved_backward", "resized", "left") or args.role.startswith("wo_"):
+    if row.step:
         import sublet
 
-        step = "after" if args.role.endswith("after") else "backward"
-        frames = larger_weights.state_frames(args.role, model, args.frames)
+        frames = larger_weights.state_frames(row, model, args.frames)
         runner.fact("state_frames_bytes", frames)
-        optimizer = sublet.paged(optimizer, frames=frames, step=step)
-    if args.role == "tenth":
+        optimizer = sublet.paged(optimizer, frames=frames, step=row.step)
+    if row.name == "tenth":
         leave_out_announcements(optimizer)
     return optimizer
 
@@ -241,72 +185,115 @@ def bits_of(torch: Any, model: Any) -> str:
     return f"{total:016x}"
 
 
+# ---------------------------------------------------------------- the rows
+
+third, sixth, twelfth = 1 / 3, 1 / 6, 1 / 12
+#: In the order in which they run: what others are compared with comes first.
+ROWS = (
+    Row("resident", train, reference=""),
+    Row("backward", train, step="backward"),
+    Row("after", train, step="after"),
+    Row("pauses", train, step="backward", is_paused=True),
+    Row("tenth", train, step="backward"),
+    Row("save_on_cpu", train),
+    Row("saved", train, is_saved=True),
+    Row("saved_backward", train, is_saved=True, step="backward", is_paused=True),
+    Row("infer", larger_weights.steps, shape="2b16", reference=""),
+    Row("lora", larger_weights.steps, shape="2b16", reference=""),
+    Row("lora14", larger_weights.steps, shape="14b", reference=""),
+    Row("w_all", train, weights=1.0),
+    Row("w_half", train, weights=0.5),
+    Row("w_third", train, weights=third),
+    Row("region_third", train, weights=third),
+    Row("wo_third", train, weights=third, step="backward"),
+    Row("wo_third_after", train, weights=third, step="after"),
+    Row("wo_sixth", train, weights=sixth, step="backward", frames=Frames.LIKE_WEIGHTS),
+    Row("wo_twelfth", train, weights=twelfth, step="backward", frames=Frames.LEAST),
+    Row("left", train, weights=third, step="backward", frames=Frames.WHAT_IS_LEFT),
+    Row("resized", train, weights=third, step="backward", frames=Frames.CHANGING),
+    Row("infer_half", larger_weights.steps, shape="2b16", weights=0.5, reference="infer"),
+    Row("infer_third", larger_weights.steps, shape="2b16", weights=third, reference="infer"),
+    Row("lora_half", larger_weights.steps, shape="2b16", weights=0.5, reference="lora"),
+    Row("lora_third", larger_weights.steps, shape="2b16", weights=third, reference="lora"),
+    Row("lora14_third", larger_weights.steps, shape="14b", weights=third, reference="lora14"),
+    Row("graphs", larger_weights.graphs, weights=third, reference=""),
+    Row("look", larger_weights.look, weights=third, reference=""),
+    Row("7b_bound", larger_models.bound, shape="7b", reference=""),
+    Row("7b", larger_models.train_paged, shape="7b", weights=third, reference="", compared="7b_bound"),
+    Row("fsdp2", train, is_of_others=True, reference=""),
+    Row("torchao", train, is_of_others=True, needs=("torchao",), reference=""),
+)
+BY_NAME = {row.name: row for row in ROWS}
+
+parse = options(
+    __doc__, 560, steps=20, layers=(int, "layers of the model; without it as many as the row's shape has"),
+    batch=(8, "sequences of 2,048 tokens a step"), frames="2GiB",
+    rows=("resident,backward,after,pauses,tenth,fsdp2,torchao", "rows to run, by comma"), role=role_of(*BY_NAME),
+)  # fmt: skip
+
+
 # ---------------------------------------------------------------- the job
 
 
-def body(args: Any, result: Result, work: Path) -> None:
+class Larger(Suite):
     """One row after the other, each with the device to itself."""
-    wanted = [row for row in ROWS if row in args.rows.split(",")]
-    site = runner.package(work, "sublet")
-    began = time.monotonic()
-    for row in wanted:
-        left = args.deadline - (time.monotonic() - began) - 15
-        if left < 45 or (row == "torchao" and importlib.util.find_spec("torchao") is None):
-            result.note(f"{row}: NOT RUN: {'no time is left' if left < 45 else 'it is not installed'}")
-            continue
-        limit = min(left, 150)
-        command = [__file__, "--role", row, "--deadline", str(limit), "--steps", str(args.steps)]
-        command += ["--batch", str(args.batch), "--frames", args.frames]
-        command += ["--layers", str(args.layers)] if args.layers else []
+
+    HEAD = ("row", "step s", "p99 s", "over its reference", "device GB", "torch peak GB")
+    END_S = 15.0
+
+    def one(self, row: Row) -> None:
+        """Runs the row's process."""
+        if self.left_s() < 45 or not all(is_there(name) for name in row.needs):
+            self.not_run(row, "no time is left" if self.left_s() < 45 else "it is not installed")
+            return
+        args, limit = self.args, min(self.left_s(), 150)
+        command = [__file__, "--role", row.name, "--deadline", str(limit), "--steps", str(args.steps)]
+        command += ["--batch", str(args.batch), "--frames", args.frames, *(["--layers", str(args.layers)] if args.layers else [])]
         how: dict[str, Any] = {"env": {"TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}}
-        if row == "left":
+        if row.frames is Frames.WHAT_IS_LEFT:
             how["env"]["SUBLET_BUDGET"] = f"{larger_weights.BUDGET_GIB}GiB"
-        if is_paged(row):
-            how |= {"tenant": f"larger-{row}-{os.getpid()}", "sites": [site]}
-        child = runner.Child(work, row, command, **how)
-        child.finish(result, limit + 10)
-    facts = result.data["facts"]
-    reference = facts.get("resident", {})
-    for row in (row for row in wanted if row in REFERENCES and row in facts):
-        if REFERENCES[row] not in facts:
-            result.note(f"{row}: NOT COMPARED: {REFERENCES[row]} was not run")
-            continue
-        same = facts[REFERENCES[row]]
-        for what in ("losses", "weights"):
-            if what in same or what == "losses":
-                is_same = facts[row].get(what) == same.get(what) is not None
-                result.check(f"{row}: {what}, bit for bit", is_same)
-    for row in (row for row in wanted if row in SAVED[1:] and row in facts):
-        reports = [each for each in facts[row].get("report", []) if each.get("saved")]
-        result.check(f"{row}: tensors have left the GPU", any(each["tensors"] > 0 for each in reports), str(reports)[:200])
-    result.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
-    larger_models.compare(result)
-    runner.verdicts(result)
-    print()
-    show(result, [row for row in wanted if row in facts])
+        if row.is_paged:
+            how |= {"tenant": f"larger-{row.name}-{os.getpid()}", "sites": [runner.package(self.work, "sublet")]}
+        runner.Child(self.work, row.name, command, **how).finish(self.result, limit + 10)
+
+    def compare(self, rows: list[Row]) -> None:
+        """Is each as its reference, bit for bit, and has memory moved?"""
+        facts = self.data["facts"]
+        for row in (row for row in rows if row.reference):
+            if row.reference not in facts:
+                self.result.note(f"{row.name}: NOT COMPARED: {row.reference} was not run")
+                continue
+            same = facts[row.reference]
+            for what in ("losses", "weights"):
+                if what in same or what == "losses":
+                    is_same = facts[row.name].get(what) == same.get(what) is not None
+                    self.result.check(f"{row.name}: {what}, bit for bit", is_same)
+        for row in (row for row in rows if row.is_saved):
+            reports = [each for each in facts[row.name].get("report", []) if each.get("saved")]
+            self.result.check(f"{row.name}: tensors have left the GPU", any(each["tensors"] > 0 for each in reports), str(reports)[:200])
+        reference = facts.get("resident", {})
+        self.data["baseline"] = {name: reference.get(name) for name in ("parameters", "device_bytes", "torch_peak_bytes")}
+        larger_models.compare(self.result)
+
+    def show(self) -> None:
+        """The comparisons, then the figures, one line a row."""
+        facts = self.data.setdefault("facts", {})
+        rows = [row for row in self.rows if row.name in facts]
+        self.compare(rows)
+        for row in rows:
+            found = common.summarise(self.samples(f"{row.name}_step_s"))
+            if found["median"] is not None:
+                base = self.median((row.compared or row.reference or "resident") + "_step_s")
+                over = "-" if not base else f"{found['median'] / base:.3f}"
+                sizes = [f"{facts[row.name].get(name, 0) / 1e9:.1f}" for name in ("device_bytes", "torch_peak_bytes")]
+                self.table.append((row.name, f"{found['median']:.3f}", f"{found['p99']:.3f}", over, *sizes))
+        super().show()
 
 
-def show(result: Result, rows: list[str]) -> None:
-    """The figures, one line a row."""
-    lines: list[tuple[str, ...]] = [("row", "step s", "p99 s", "over its reference", "device GB", "torch peak GB")]
-    for row in rows:
-        facts, found = result.data["facts"][row], summary(result, row)
-        if found["median"] is None:
-            continue
-        base = summary(result, {**REFERENCES, "7b": "7b_bound"}.get(row, "resident"))["median"]
-        over = "-" if not base else f"{found['median'] / base:.3f}"
-        sizes = [f"{facts.get(name, 0) / 1e9:.1f}" for name in ("device_bytes", "torch_peak_bytes")]
-        lines.append((row, f"{found['median']:.3f}", f"{found['p99']:.3f}", over, *sizes))
-    runner.table(lines)
-
-
-def summary(result: Result, row: str) -> dict[str, Any]:
-    """Of the steps of a row."""
-    return common.summarise(result.data["samples"].get(f"{row}_step_s", []))
+def body(args: Any, result: Result, work: Path) -> None:
+    """The rows that are named."""
+    Larger(ROWS, args, result, work).run([row for row in ROWS if row.name in words_of(args.rows)])
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(role(options))
-    sys.exit(common.run_job(options, "larger", body))
+    main(parse, "larger", body, dict.fromkeys(BY_NAME, role))

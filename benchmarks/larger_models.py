@@ -14,8 +14,10 @@ frames; and it takes out what was written once. So the step can be no shorter th
 
 from __future__ import annotations
 
+import enum
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +54,97 @@ FEW, MORE = 4, 12
 ROOM_BYTES = 20_000_000_000
 
 
-def shape_of(row: str) -> str:
-    """The name of a row's shape."""
-    if row.startswith("7b"):
-        return "7b"
-    if row.startswith("lora14"):
-        return "14b"
-    return "2b16" if row.startswith(("infer", "lora")) else "2b"
+class Frames(enum.Enum):
+    """The device memory that the state of an optimizer has."""
+
+    GIVEN = "as the job was told"
+    LIKE_WEIGHTS = "as large a share as the weights have"
+    LEAST = "what one parameter needs, and the weights have the rest of such a share of both"
+    CHANGING = "more and less, while it trains"
+    WHAT_IS_LEFT = "what a budget leaves; the weights too"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process, and what it is compared with."""
+
+    name: str
+    #: What it does, with this row, the options, torch and its data.
+    run: Callable[..., None]
+    #: The row that its losses must equal, bit for bit.
+    reference: str = "resident"
+    shape: str = "2b"
+    #: The share of the weights that there are frames for; 0 where they are not paged.
+    weights: float = 0.0
+    #: When a paged optimizer steps; empty where its state is not paged.
+    step: str = ""
+    frames: Frames = Frames.GIVEN
+    #: Is what forward saves in host memory, by Sublet?
+    is_saved: bool = False
+    #: Is the tenant paused in some of its steps?
+    is_paused: bool = False
+    #: Does it show what others do?
+    is_of_others: bool = False
+    needs: tuple[str, ...] = ()
+    #: The row whose steps its own are compared with, if that is not the reference.
+    compared: str = ""
+
+    @property
+    def is_paged(self) -> bool:
+        """Is it under Sublet?"""
+        return bool(self.weights or self.step or self.is_saved)
+
+
+def loop(
+    torch: Any,
+    data: list[Any],
+    steps: int,
+    warm: int,
+    step: Callable[[int, Any], tuple[Any, Any]],
+    *,
+    is_paged: bool = False,
+    series: str = "step_s",
+    behind: Callable[[], None] | None = None,
+    says: bool = True,
+) -> tuple[list[float], list[float]]:
+    """Makes these steps and says what each of them took but the first ones, then losses and memory; losses and times.
+
+    `step(number, batch)` returns the loss, and nothing or what is to be done behind it; such a step does not count. `behind` is
+    called behind each. Of a paged process it is said too what was moved.
+    """
+    peak_bytes, losses, times = 0, [], []
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for number in range(steps):
+        before = moved() if is_paged else {}
+        began = time.perf_counter()
+        loss, after = step(number, data[number % len(data)])
+        torch.cuda.synchronize()
+        took = time.perf_counter() - began
+        if after is not None:
+            after()
+        elif number >= warm:
+            times.append(took)
+            runner.sample(series, took)
+            for name, value in (moved() if before else {}).items():
+                runner.sample(f"{name}_a_step", value - before[name])
+        losses.append(float(loss))
+        if behind is not None:
+            behind()
+        free, total = torch.cuda.mem_get_info()
+        peak_bytes = max(peak_bytes, total - free)
+    if says:
+        runner.fact("losses", losses)
+    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
+    runner.fact("device_bytes", peak_bytes)
+    return losses, times
+
+
+def report() -> None:
+    """Says what was moved."""
+    import sublet
+
+    runner.fact("report", sublet.report())
 
 
 def make(torch: Any, name: str, layers: int | None = None, device: str = "cuda") -> Any:
@@ -94,14 +180,13 @@ def make(torch: Any, name: str, layers: int | None = None, device: str = "cuda")
 
 
 def count(model: Any) -> int:
-    """How many parameters it has."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 # ---------------------------------------------------------------- what 7b is compared with
 
 
-def bound(args: Any, torch: Any, data: list[Any]) -> None:
+def bound(_row: Row, args: Any, torch: Any, data: list[Any]) -> None:
     """The row `7b_bound`."""
     runner.fact("link", link(torch))
     with torch.device("meta"):
@@ -119,36 +204,28 @@ def bound(args: Any, torch: Any, data: list[Any]) -> None:
         runner.sample("step_s", took)
 
 
-def trained(torch: Any, model: Any, optimizer: Any, batch: Any) -> tuple[Any, float]:
-    """The loss of one step, and its seconds."""
-    began = time.perf_counter()
-    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-        loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    torch.cuda.synchronize()
-    return loss, time.perf_counter() - began
+def step_of(torch: Any, model: Any, optimizer: Any) -> Callable[[int, Any], tuple[Any, Any]]:
+    """An ordinary step."""
+
+    def step(_number: int, batch: Any) -> tuple[Any, Any]:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), None
+
+    return step
 
 
 def resident(args: Any, torch: Any, data: list[Any], layers: int) -> list[float]:
     """Seconds of each counted step of a training with so many layers, all on the GPU."""
     model = make(torch, "7b", layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    losses, times = [], []
-    for step in range(min(args.steps, STEPS)):
-        batch = data[step % len(data)]
-        loss, took = trained(torch, model, optimizer, batch)
-        if step >= WARM:
-            times.append(took)
-            runner.sample(f"layers{layers}_step_s", times[-1])
-        losses.append(float(loss))
-    if layers == SHAPES["7b"].layers:
-        runner.fact("losses", losses)
-    free, total = torch.cuda.mem_get_info()
-    runner.fact("device_bytes", total - free)
-    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
-    del model, optimizer, loss
+    is_whole = layers == SHAPES["7b"].layers
+    how = {"series": f"layers{layers}_step_s", "says": is_whole}
+    _, times = loop(torch, data, min(args.steps, STEPS), WARM, step_of(torch, model, optimizer), **how)
+    del model, optimizer
     torch.cuda.empty_cache()
     return times
 
@@ -188,13 +265,7 @@ def moved() -> dict[str, int]:
     return {name: sum(each.get(name, 0) for each in sublet.report()) for name in names}
 
 
-def sample_moved(before: dict[str, int]) -> None:
-    """What was copied and waited for since then, as samples of a step."""
-    for name, value in moved().items():
-        runner.sample(f"{name}_a_step", value - before[name])
-
-
-def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
+def train_paged(_row: Row, args: Any, torch: Any, data: list[Any]) -> None:
     """The row `7b`."""
     import sublet
 
@@ -209,23 +280,9 @@ def train_paged(args: Any, torch: Any, data: list[Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     optimizer = sublet.paged(optimizer, frames=STATE_FRAMES, step="backward")
     runner.fact("paging_s", time.perf_counter() - began)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    peak_bytes, losses = 0, []
-    for step in range(min(args.steps, STEPS)):
-        batch, before = data[step % len(data)], moved()
-        loss, took = trained(torch, model, optimizer, batch)
-        if step >= WARM:
-            runner.sample("step_s", took)
-            sample_moved(before)
-        losses.append(float(loss))
-        free, total = torch.cuda.mem_get_info()
-        peak_bytes = max(peak_bytes, total - free)
-    runner.fact("losses", losses)
+    losses, _ = loop(torch, data, min(args.steps, STEPS), WARM, step_of(torch, model, optimizer), is_paged=True)
     runner.row("all losses are numbers", all(abs(loss) < 100 for loss in losses))
-    runner.fact("device_bytes", peak_bytes)
-    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
-    runner.fact("report", sublet.report())
+    report()
 
 
 def compare(result: Result) -> None:

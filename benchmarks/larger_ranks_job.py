@@ -21,7 +21,6 @@ remap after the other for the whole machine shows it as a higher cost of one in 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,30 +29,10 @@ import common
 import larger_job
 import runner
 from common import MIB, JobError, Result
+from suite import Row, Suite, main, options, role_of, words_of
 
-#: Each with its ranks, what it pages, and its chunks in MiB.
-ROWS = {
-    "plain": (2, "nothing", 0),
-    "two": (2, "optimizer", 64),
-    "two_256": (2, "optimizer", 256),
-    "one": (1, "optimizer", 64),
-    "weights": (2, "weights", 64),
-}
 #: Steps before the first that counts: the state is made, and the order is learnt.
 WARM = 3
-
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=125)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=16, help="of 33 million parameters each")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank, a step")
-    parser.add_argument("--frames", type=int, default=1024, help="MiB of device memory for the state of a rank")
-    parser.add_argument("--rows", default=",".join(ROWS), help="rows to run, by comma")
-    parser.add_argument("--role", action="store_true", help="used by the job itself")
-    return parser.parse_args(argv)
 
 
 # ---------------------------------------------------------------- in a rank
@@ -63,8 +42,6 @@ def model_of(torch: Any, layers: int, width: int) -> Any:
     """A stack of feed-forward layers with what they are given added."""
 
     class Layer(torch.nn.Module):
-        """One of them."""
-
         def __init__(self) -> None:
             super().__init__()
             self.norm = torch.nn.LayerNorm(width)
@@ -148,19 +125,38 @@ def train(pages: str, chunk_mib: int, steps: int, layers: int, width: int, token
 # ---------------------------------------------------------------- the job
 
 
-def run_row(row: str, args: Any, result: Result, work: Path, limit_s: float) -> None:
-    """One training; what its ranks say goes into the record."""
-    world, pages, chunk_mib = ROWS[row]
-    how: dict[str, Any] = {"env": {"PYTHONWARNINGS": "ignore"}, "life_s": limit_s + 20}
-    if pages != "nothing":
-        how |= {"tenant": f"larger-ranks-{row}-{os.getpid()}", "sites": [runner.package(work, "sublet")]}
-    ranks = runner.Ranks(work, row, world, [__file__, "--role"], **how)
-    try:
-        shape = {name: getattr(args, name) for name in ("steps", "layers", "width", "tokens", "frames")}
-        told = ranks.call("train", limit_s, pages=pages, chunk_mib=chunk_mib, **shape)
-        add(row, told, result)
-    finally:
-        ranks.close()
+class Ranks(Suite):
+    """One row after the other, each with the GPUs to itself."""
+
+    HEAD = ("row", "step s", "remaps/s, all ranks", "us a remap", "p99 us", "GB a rank")
+    END_S = 5.0
+    FAILED = "{}: ran"
+
+    def train(self, row: str, world: int, pages: str, chunk_mib: int) -> None:
+        """One training; what its ranks say goes into the record."""
+        args, result = self.args, self.result
+        how: dict[str, Any] = {"env": {"PYTHONWARNINGS": "ignore"}, "launcher": "launch", "life_s": self.left_s() + 20}
+        if pages != "nothing":
+            how |= {"tenant": f"larger-ranks-{row}-{os.getpid()}", "sites": [runner.package(self.work, "sublet")]}
+        ranks = runner.Ranks(self.work, row, world, [__file__, "--role", "rank"], **how)
+        try:
+            shape = {name: getattr(args, name) for name in ("steps", "layers", "width", "tokens", "frames")}
+            add(row, ranks.call("train", self.left_s(), pages=pages, chunk_mib=chunk_mib, **shape), result)
+        finally:
+            ranks.close()
+        compare(row, pages != "nothing", result)
+
+    def show(self) -> None:
+        """The figures, one line a row."""
+        facts = self.data.get("facts")
+        if not facts:
+            raise JobError("no row has run")
+        for row, found in facts.items():
+            cells = (("step_s", "median", ".4f"), ("remaps_a_second", "median", ".0f"), ("remap_us", "median", ".0f"), ("remap_us", "p99", ".0f"))
+            values = [(common.summarise(self.samples(f"{row}_{what}"))[figure], how) for what, figure, how in cells]
+            text = ["-" if value is None else format(value, how) for value, how in values]
+            self.table.append((row, *text, f"{max(found['device_bytes']) / 1e9:.1f}"))
+        super().show()
 
 
 def add(row: str, told: list[dict[str, Any]], result: Result) -> None:
@@ -181,10 +177,9 @@ def add(row: str, told: list[dict[str, Any]], result: Result) -> None:
     result.save()
 
 
-def compare(row: str, result: Result) -> None:
+def compare(row: str, pages: bool, result: Result) -> None:
     """Is a row as `plain`, bit for bit?"""
     facts = result.data["facts"]
-    pages = ROWS[row][1] != "nothing"
     if pages:
         moved = result.data["samples"].get(f"{row}_remaps_a_second", [])
         result.check(f"{row}: memory was paged in each step", bool(moved) and min(moved) > 0)
@@ -195,45 +190,33 @@ def compare(row: str, result: Result) -> None:
         result.check(f"{row}: {what} of all ranks, bit for bit", found[what] == same[what])
 
 
+def row_of(name: str, world: int, pages: str, chunk_mib: int) -> Row:
+    """A training with so many ranks, what it pages, and its chunks in MiB."""
+    return Row(name, lambda ranks: ranks.train(name, world, pages, chunk_mib), gpus_min=world, least_s=15)
+
+
+ROWS = (
+    row_of("plain", 2, "nothing", 0),
+    row_of("two", 2, "optimizer", 64),
+    row_of("two_256", 2, "optimizer", 256),
+    row_of("one", 1, "optimizer", 64),
+    row_of("weights", 2, "weights", 64),
+)
+
+parse = options(
+    __doc__, 125, steps=15, layers=(16, "of 33 million parameters each"), width=2048, tokens=(8192, "of each rank, a step"),
+    frames=(1024, "MiB of device memory for the state of a rank"), rows=(",".join(row.name for row in ROWS), "rows to run, by comma"),
+    role=role_of("rank"),
+)
+
+
 def body(args: Any, result: Result, work: Path) -> None:
-    """One row after the other, each with the GPUs to itself."""
+    """The rows that are named."""
+    suite = Ranks(ROWS, args, result, work)
     there = common.gpus()["count"] or 0
-    count = min(there, args.gpus) if args.gpus else there
-    began = time.monotonic()
-    for row in (row for row in ROWS if row in args.rows.split(",")):
-        left = args.deadline - (time.monotonic() - began) - 5
-        if ROWS[row][0] > count or left < 15:
-            result.note(f"{row}: NOT RUN: {f'{count} GPUs' if ROWS[row][0] > count else 'no time is left'}")
-            continue
-        try:
-            run_row(row, args, result, work, left)
-        except JobError as error:
-            result.check(f"{row}: ran", False, str(error))
-            continue
-        compare(row, result)
-    if not result.data.get("facts"):
-        raise JobError("no row has run")
-    runner.verdicts(result)
-    print()
-    show(result)
-
-
-def show(result: Result) -> None:
-    """The figures, one line a row."""
-    lines: list[tuple[str, ...]] = [("row", "step s", "remaps/s, all ranks", "us a remap", "p99 us", "GB a rank")]
-    for row, facts in result.data["facts"].items():
-        step, rate, cost = (
-            common.summarise(result.data["samples"].get(f"{row}_{what}", []))
-            for what in ("step_s", "remaps_a_second", "remap_us")
-        )
-        figures = [(step["median"], ".4f"), (rate["median"], ".0f"), (cost["median"], ".0f"), (cost["p99"], ".0f")]
-        text = ["-" if value is None else format(value, how) for value, how in figures]
-        lines.append((row, *text, f"{max(facts['device_bytes']) / 1e9:.1f}"))
-    runner.table(lines)
+    suite.gpus = min(there, args.gpus) if args.gpus else there
+    suite.run([row for row in ROWS if row.name in words_of(args.rows)])
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        runner.serve(runner.connect(), {"train": train})
-    sys.exit(common.run_job(options, "larger_ranks", body))
+    main(parse, "larger_ranks", body, {"rank": {"train": train}})

@@ -24,28 +24,8 @@ from typing import Any
 
 import larger_models
 import runner
+from larger_models import Frames, Row
 
-#: Each with the row that its losses must equal, bit for bit.
-REFERENCES = {
-    "w_all": "resident",
-    "w_half": "resident",
-    "w_third": "resident",
-    "region_third": "resident",
-    "wo_third": "resident",
-    "wo_third_after": "resident",
-    "wo_sixth": "resident",
-    "wo_twelfth": "resident",
-    "left": "resident",
-    "resized": "resident",
-    "infer_half": "infer",
-    "infer_third": "infer",
-    "lora_half": "lora",
-    "lora_third": "lora",
-    "lora14_third": "lora14",
-}
-#: In the order in which they run: what others are compared with comes first.
-ROWS = ("infer", "lora", "lora14", *REFERENCES, "graphs", "look")
-SHARES = {"all": 1.0, "half": 1 / 2, "third": 1 / 3, "sixth": 1 / 6, "twelfth": 1 / 12}
 #: Of `resized`, in GiB: the frames of weights and of the optimizer's state.
 WIDE, NARROW = (6, 12), (2, 4)
 #: Of `left`: the budget, and what a context takes in addition, at most.
@@ -59,41 +39,29 @@ LAUNCHES, ROUNDS, SETTLE_S = 1_000, 20, 1.0
 GRAPHED_WIDTH, REPLAYS, QUEUED = 8192, 20, 50
 
 
-def is_paged(row: str) -> bool:
-    """Does it page weights?"""
-    return row in REFERENCES or row in ("graphs", "look")
-
-
-def page(row: str, model: Any) -> Any:
+def page(row: Row, model: Any) -> Any:
     """The model of this row, with its weights where the row has them."""
     import sublet
+    import torch
 
     total = bytes_of(model)
-    share = share_of(row)
-    frames = int(total * share) + (64 << 20 if share == 1.0 else 0)
-    if row == "resized":
+    frames = int(total * row.weights) + (64 << 20 if row.weights == 1.0 else 0)
+    if row.frames is Frames.CHANGING:
         frames = WIDE[0] << 30
-    elif row == "wo_twelfth":
-        frames = int(3 * total * share) - LEAST_STATE_FRAMES
+    elif row.frames is Frames.LEAST:
+        frames = int(3 * total * row.weights) - LEAST_STATE_FRAMES
     runner.fact("weights_bytes", total)
     runner.fact("frames_bytes", frames)
     began = time.perf_counter()
-    if row == "region_third":
+    if row.name == "region_third":
         with sublet.region("base", home="paged", frames=frames):
             for parameter in model.parameters():
                 parameter.data = parameter.detach().clone()
     else:
-        model = sublet.paged(model) if row == "left" else sublet.paged(model, frames=frames)
+        model = sublet.paged(model) if row.frames is Frames.WHAT_IS_LEFT else sublet.paged(model, frames=frames)
     runner.fact("paging_s", time.perf_counter() - began)
-    import torch
-
     torch.cuda.empty_cache()
     return model
-
-
-def share_of(row: str) -> float:
-    """How much of the weights the row has frames for."""
-    return next((SHARES[part] for part in row.split("_") if part in SHARES), 1 / 3)
 
 
 def bytes_of(model: Any) -> int:
@@ -101,16 +69,12 @@ def bytes_of(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def state_frames(row: str, model: Any, given: str) -> int | str | None:
+def state_frames(row: Row, model: Any, given: str) -> int | str | None:
     """Frames for the optimizer's state of a row: in most as many as were given."""
-    if row == "left":
-        return None
-    if row == "resized":
-        return WIDE[1] << 30
-    if row == "wo_twelfth":
-        return LEAST_STATE_FRAMES
+    frames: dict[Frames, Any] = {Frames.WHAT_IS_LEFT: None, Frames.CHANGING: WIDE[1] << 30, Frames.LEAST: LEAST_STATE_FRAMES}
     # Two moments, each as large as the weights.
-    return int(2 * share_of(row) * bytes_of(model)) if row == "wo_sixth" else given
+    frames[Frames.LIKE_WEIGHTS] = int(2 * row.weights * bytes_of(model))
+    return frames.get(row.frames, given)
 
 
 def resize(step: int, steps: int, model: Any, optimizer: Any) -> None:
@@ -126,13 +90,6 @@ def resize(step: int, steps: int, model: Any, optimizer: Any) -> None:
         runner.fact(f"resident_bytes_{step}", [each["resident_bytes"] for each in sublet.report()])
         least = sorted(each["frames_bytes"] for each in sublet.report())
         runner.row(f"step {step}: frames are {changes[step]} GiB", least == [frames << 30 for frames in changes[step]], str(least))
-
-
-def report() -> None:
-    """What was moved, a step."""
-    import sublet
-
-    runner.fact("report", sublet.report())
 
 
 def plan(targets: dict[str, Any]) -> None:
@@ -166,21 +123,19 @@ def add_small_matrices(torch: Any, model: Any) -> list[Any]:
     return trained
 
 
-def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
+def steps(row: Row, args: Any, torch: Any, data: list[Any]) -> None:
     """The rows without an optimizer's own paging: forward alone, or with small trained matrices."""
-    trains = args.role.startswith("lora")
+    model = larger_models.make(torch, row.shape, args.layers)
+    runner.fact("parameters", larger_models.count(model))
+    trains = row.name.startswith("lora")
     trained = add_small_matrices(torch, model) if trains else []
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True) if trains else None
-    if is_paged(args.role):
-        model = page(args.role, model)
+    if row.weights:
+        model = page(row, model)
     if not trains:
         model.eval()
-    losses = []
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    for step in range(min(args.steps, larger_models.STEPS) if "14" in args.role else args.steps):
-        batch = data[step % len(data)]
-        began = time.perf_counter()
+
+    def step(_number: int, batch: Any) -> tuple[Any, Any]:
         with torch.set_grad_enabled(trains):
             # A frozen base takes gradients through its inputs alone.
             inputs = model.get_input_embeddings()(batch)
@@ -191,22 +146,18 @@ def steps(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        torch.cuda.synchronize()
-        if step >= larger_models.WARM:  # the order is learnt by the first
-            runner.sample("step_s", time.perf_counter() - began)
-        losses.append(float(loss))
-    runner.fact("losses", losses)
-    free, total = torch.cuda.mem_get_info()
-    runner.fact("device_bytes", total - free)
-    runner.fact("torch_peak_bytes", torch.cuda.max_memory_allocated())
-    if is_paged(args.role):
-        report()
+        return loss, None
+
+    # The order is learnt by the first.
+    larger_models.loop(torch, data, min(args.steps, larger_models.STEPS) if row.shape == "14b" else args.steps, larger_models.WARM, step)
+    if row.weights:
+        larger_models.report()
 
 
 # ---------------------------------------------------------------- graphs
 
 
-def graphs(torch: Any) -> None:
+def graphs(_row: Row, _args: Any, torch: Any, _data: list[Any]) -> None:
     """A graph over paged weights, and what a small graph's replay takes with and without a window."""
     import sublet
 
@@ -234,7 +185,7 @@ def graphs(torch: Any) -> None:
         runner.row(f"{sum(right)} of {len(right)} results of replays and of passes between them are the same bits", all(right))
         costs["paged"] = replay_us(torch, side)
         runner.fact("replay_us", costs)
-        report()
+        larger_models.report()
         for _ in range(QUEUED):
             graph.replay()
         del model
@@ -267,7 +218,7 @@ def replay_us(torch: Any, side: Any) -> float:
 # ---------------------------------------------------------------- what the look sees, and what it costs
 
 
-def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
+def look(row: Row, args: Any, torch: Any, data: list[Any]) -> None:
     """Every operator's tensors against what the look has counted, and the time of a launch."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -276,10 +227,12 @@ def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
     from sublet._library import own_library
     from sublet._paging_weights import owners
 
+    model = larger_models.make(torch, row.shape, args.layers)
+    runner.fact("parameters", larger_models.count(model))
     # A part of a parameter, as that of the model is.
     small = torch.nn.Parameter(torch.zeros(1024, device="cuda")).view(-1)[:256].detach()
     costs = {"plain": least_us(torch, lambda: small.add_(1))[0]}
-    model = page("look", model)
+    model = page(row, model)
     first = next(model.parameters())
     with torch.no_grad():
         ours = first.view(-1)[:256].detach()
@@ -328,7 +281,7 @@ def look(args: Any, torch: Any, model: Any, data: list[Any]) -> None:
     runner.fact("uses", uses)
     runner.fact("uses_seen", found)
     runner.row(f"{found} of {uses} uses of weights seen", found == uses)
-    report()
+    larger_models.report()
     print(sublet.report())
 
 

@@ -19,7 +19,6 @@ some 700 to 1,200 blocks of 2 MiB at about 0.2 ms each adds 0.15 to 0.3 s, and t
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from common import GIB, MIB, JobError, Result
 from observer import observed
 from phases import Phases
 from rank import NcclRanks
+from suite import main, options
 
 CONTROLS = ("outside", "inside", "inside-one")
 #: More than the baseline that a paused process may leave on the GPU.
@@ -38,24 +38,13 @@ LEFT_ALLOWANCE = 32 * MIB
 IS_PLAIN = os.environ.get("NCCL_CUMEM_ENABLE") == "0"
 
 
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=280)
-    parser.add_argument("--control", default="outside", help="outside, inside, inside-one (a list), or none")
-    parser.add_argument("--cycles", type=int, default=20, help="cycles of each kind of control")
-    parser.add_argument("--tensors-gib", type=float, default=0.0, help="GiB of big tensors a GPU")
-    parser.add_argument("--discard-half", action="store_true", help="half of them in a region to discard")
-    parser.add_argument("--nccl-only", action="store_true", help="small messages and no big tensors")
-    parser.add_argument("--rebuild-cycles", type=int, default=3, help="cycles of the baseline; 0 skips it")
-    parser.add_argument("--expandable", action="store_true", help="torch with expandable_segments:True")
-    parser.add_argument("--warm-host", action="store_true", help="touch host memory first, for machines that grow it")
-    parser.add_argument("--pause-timeout", type=float, default=60, help="seconds for one pause or resume")
-    args = parser.parse_args(argv)
-    args.controls = [] if args.control == "none" else args.control.split(",")
-    for control in args.controls:
-        if control not in CONTROLS:
-            parser.error(f"--control {control}: use {', '.join(CONTROLS)} or none")
-    return args
+parse = options(
+    __doc__, 280, control=("outside", "outside, inside, inside-one (a list), or none"), cycles=(20, "cycles of each kind of control"),
+    tensors_gib=(0.0, "GiB of big tensors a GPU"), discard_half=(False, "half of them in a region to discard"),
+    nccl_only=(False, "small messages and no big tensors"), rebuild_cycles=(3, "cycles of the baseline; 0 skips it"),
+    expandable=(False, "torch with expandable_segments:True"),
+    warm_host=(False, "touch host memory first, for machines that grow it"), pause_timeout=(60.0, "seconds for one pause or resume"),
+)  # fmt: skip
 
 
 class Job:
@@ -67,6 +56,9 @@ class Job:
         self.observer, self.world = observed(args, result, work)
         self.empty = self.observer.settled_free()
         self.tenant = f"bench-{os.getpid()}"
+        self.controls = [] if args.control == "none" else args.control.split(",")
+        if not set(self.controls) <= set(CONTROLS):
+            raise JobError(f"--control {args.control}: use {', '.join(CONTROLS)} or none")
         half = args.tensors_gib / 2 if args.discard_half else 0.0
         self.kept_gib = 0.0 if args.nccl_only else args.tensors_gib - half
         self.scratch_gib = 0.0 if args.nccl_only else half
@@ -197,7 +189,7 @@ class Job:
         ranks, self.data["memory"] = self.start("tenant", self.tenant)
         self.data["stats_before"] = cli.sublet("stats", self.tenant, "--json", timeout_s=30)
         phases = Phases()
-        for control in self.args.controls:
+        for control in self.controls:
             series = control.replace("-", "_")
             for number in range(self.args.cycles):
                 last = number == self.args.cycles - 1
@@ -253,14 +245,14 @@ class Job:
         references = {"the same process after destroy and empty cache": self.data["left_after_destroy"]}
         if "left_after_destroy" in baseline:
             references["the unhooked process after destroy and empty cache"] = baseline["left_after_destroy"]
-        paused = [s["left_bytes"] for c in self.args.controls for s in self.data["samples"][c.replace("-", "_")]]
+        paused = [s["left_bytes"] for c in self.controls for s in self.data["samples"][c.replace("-", "_")]]
         worst = [max(column) for column in zip(*paused, strict=True)]
         for what, reference in references.items():
             over = [left - known for left, known in zip(worst, reference, strict=True)]
             detail = f"left {[b // MIB for b in worst]} MiB, reference {[b // MIB for b in reference]} MiB"
             self.result.check(f"left while paused is within 32 MiB of {what}", max(over) <= LEFT_ALLOWANCE, detail)
         rebuild = (baseline.get("total_s") or {}).get("median")
-        for control in self.args.controls:
+        for control in self.controls:
             both = summary[control]["pause_resume_s"]["median"]
             if rebuild and both:
                 summary[control]["times_faster_than_rebuild"] = rebuild / both
@@ -275,12 +267,15 @@ def body(args: Any, result: Result, work: Path) -> None:
     if args.rebuild_cycles > 0:
         job.baseline()
         result.check("baseline: rebuilt collectives bit-identical", not result.data["baseline"]["wrong"])
-    if args.controls:
+    if job.controls:
         job.cycles()
 
 
+def named(args: Any) -> str:
+    """The name of the record."""
+    size = "nccl" if args.nccl_only else f"tensors{args.tensors_gib:g}"
+    return f"nccl_{size}_{args.control.replace(',', '+')}{'_expandable' if args.expandable else ''}"
+
+
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    size = "nccl" if options.nccl_only else f"tensors{options.tensors_gib:g}"
-    label = f"nccl_{size}_{options.control.replace(',', '+')}{'_expandable' if options.expandable else ''}"
-    sys.exit(common.run_job(options, label, body))
+    main(parse, named, body)

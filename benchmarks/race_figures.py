@@ -80,7 +80,6 @@ def numbers(record: Mapping[str, Any], series: str) -> list[float]:
 
 
 def median(record: Mapping[str, Any], series: str) -> float | None:
-    """Of a series."""
     return common.summarise(numbers(record, series))["median"]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import driver
 import runner
+import suite
 from common import MIB, JobError
 from driver import Driver, DriverError
 
@@ -132,28 +133,19 @@ class Kernels:
     """The two kernels on one GPU, whose context is current for every call."""
 
     def __init__(self) -> None:
-        module = ctypes.c_void_p()
-        driver.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(KERNELS))
-        self.sum = self._function(module, b"sum_u32")
+        module = driver.load(KERNELS)
+        self.sum = driver.kernel(module, b"sum_u32")
         self.mix: ctypes.c_void_p | None = None
         try:
-            self.mix = self._function(module, b"mix_u32")
+            self.mix = driver.kernel(module, b"mix_u32")
         except DriverError as error:
             if error.code != NOT_FOUND:
                 raise
 
     @staticmethod
-    def _function(module: ctypes.c_void_p, name: bytes) -> ctypes.c_void_p:
-        function = ctypes.c_void_p()
-        driver.call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name))
-        return function
-
-    @staticmethod
     def launch(function: ctypes.c_void_p, *values: Any) -> None:
         """On the context's own stream."""
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        sizes = [ctypes.c_uint(size) for size in (GRID, 1, 1, THREADS, 1, 1, 0)]
-        driver.call("cuLaunchKernel", function, *sizes, None, pointers, None)
+        driver.launch(function, GRID, THREADS, None, *values)
 
 
 class Held:
@@ -363,11 +355,9 @@ class Process:
         return {"bytes": self.held.size_bytes, "blocks": len(self.held.blocks)}
 
     def write(self, what: str, seed: int) -> int:
-        """See `Held`."""
         return self._held().write(what, seed)
 
     def wrong(self) -> int:
-        """See `Held`."""
         return self._held().wrong()
 
     def _held(self) -> Held:
@@ -380,7 +370,6 @@ class Process:
         self.pinned = Pinned(self.gpus, self.gpu, size_bytes)
 
     def pinned_copy(self, way: str, times: int) -> float:
-        """See `Pinned`."""
         if self.pinned is None:
             raise JobError("no memory to copy was made")
         return self.pinned.copy(way, times)
@@ -396,20 +385,14 @@ class Process:
         return self.gpus.free()[0]
 
     def checkpoint(self, step: str, pid: int, timeout_ms: int = 10_000) -> dict[str, Any]:
-        """See `Checkpoints`."""
         return Checkpoints.step(step, pid, timeout_ms)
-
-    def steps(self) -> dict[str, Callable[..., Any]]:
-        """All by name."""
-        names = ("info", "hold", "write", "wrong", "pinned_setup", "pinned_copy", "pinned_free", "free_bytes", "checkpoint")
-        return {name: getattr(self, name) for name in names}
 
 
 def main() -> None:
     """The program: `--gpu N`, or the GPU of this rank."""
     link = runner.connect()
     gpu = int(sys.argv[sys.argv.index("--gpu") + 1]) if "--gpu" in sys.argv else int(os.environ.get("LOCAL_RANK", "0"))
-    runner.serve(link, Process(gpu).steps())
+    runner.serve(link, suite.steps_of(Process(gpu)))
 
 
 if __name__ == "__main__":

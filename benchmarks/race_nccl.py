@@ -30,14 +30,14 @@ def kinds(many: int) -> tuple[tuple[str, int, int], ...]:
 
 
 def run(race: Race) -> None:
-    """All of it."""
+    """Communicators alone."""
     baseline(race)
     tenant(race)
 
 
 def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
     """Ranks with a context, and nothing else."""
-    how = {"life_s": race.args.deadline, "start_s": race.left(120)}
+    how = {"life_s": race.args.deadline, "start_s": race.within(120)}
     ranks = NcclRanks(race.result, race.work, label, race.gpus, tenant, **how)
     race.started.append(ranks)
     return ranks
@@ -46,11 +46,11 @@ def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
 def connect(race: Race, ranks: NcclRanks, name: str, communicators: int, all_to_all: int) -> None:
     """The first communicators, or further ones, and everything that their first collectives make."""
     if name == "nccl2":
-        ranks.call("connect", race.left(60))
-        ranks.call("messages", race.left(60), words=list(WORDS))
-    ranks.call("more", race.left(60), communicators=communicators, all_to_all_groups=all_to_all)
+        ranks.call("connect", race.within(60))
+        ranks.call("messages", race.within(60), words=list(WORDS))
+    ranks.call("more", race.within(60), communicators=communicators, all_to_all_groups=all_to_all)
     for _ in range(2):
-        step = ranks.step(race.left(90))
+        step = ranks.step(race.within(90))
     common.log(f"{ranks.label} {name}: {communicators} communicators, step {step['seconds']:.3f} s")
 
 
@@ -63,14 +63,14 @@ def baseline(race: Race) -> None:
         connect(race, ranks, name, communicators, all_to_all)
         wrong += suspended(race, ranks, name, REPEATS.get(communicators, 1))
         for _ in range(REPEATS.get(communicators, 1)):
-            gone = ranks.call("disconnect", race.left(60))
-            back = ranks.call("reconnect", race.left(90))
+            gone = ranks.call("disconnect", race.within(60))
+            back = ranks.call("reconnect", race.within(90))
             result.sample(f"{name}_rebuild_destroy_s", max(reply["destroy_s"] for reply in gone))
             result.sample(f"{name}_rebuild_rebuild_s", max(reply["rebuild_s"] for reply in back))
             wrong += [each for reply in back for each in reply["wrong"]]
         result.save()
     result.check("nccl: rebuilt collectives bit-identical", not wrong, str(wrong[:6]))
-    end(race, ranks)
+    ranks.kill()  # to leave in order takes as long as destroying the communicators
 
 
 def suspended(race: Race, ranks: NcclRanks, name: str, repeats: int) -> list[str]:
@@ -78,14 +78,14 @@ def suspended(race: Race, ranks: NcclRanks, name: str, repeats: int) -> list[str
     wrong: list[str] = []
     for _ in range(repeats):
         for action in ("suspend", "resume"):
-            replies = ranks.call("suspend", race.left(60), action=action)
+            replies = ranks.call("suspend", race.within(60), action=action)
             missing = [reply["why"] for reply in replies if reply["seconds"] is None]
             if missing:
                 version = race.data["versions"].get("nccl")
-                race.skip("ncclCommSuspend", f"{missing[0]} (NCCL {version})")
+                race.not_run("ncclCommSuspend", f"{missing[0]} (NCCL {version})")
                 return wrong
             race.result.sample(f"{name}_suspend_{action}_s", max(reply["seconds"] for reply in replies))
-        wrong += ranks.step(race.left(60))["wrong"]
+        wrong += ranks.step(race.within(60))["wrong"]
     return wrong
 
 
@@ -99,18 +99,18 @@ def tenant(race: Race) -> None:
         note_memory(race, ranks, name)
         cycles = race.args.nccl_cycles if name == "nccl2" else max(2, race.args.nccl_cycles // 2)
         for cycle in range(cycles + 1):
-            told = [race.command(ranks, action, str(ranks.tenant)) for action in ("pause", "resume")]
+            told = [race.command(action, str(ranks.tenant)) for action in ("pause", "resume")]
             # The first pause makes host memory.
             series = f"{name}_first" if cycle == 0 else name
             for action, each in zip(("pause", "resume"), told, strict=True):
                 result.sample(f"{series}_{action}_s", each["wall_s"])
-            wrong += ranks.step(race.left(60))["wrong"]
+            wrong += ranks.step(race.within(60))["wrong"]
             common.log(f"{series}: pause {told[0]['wall_s']:.3f} resume {told[1]['wall_s']:.3f} s, wrong {len(wrong)}")
         note_host_memory(race, ranks, name)
         wrong += alone(race, ranks, name, cycles // 2)
         result.save()
     result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
-    end(race, ranks)
+    ranks.kill()  # to leave in order takes as long as destroying the communicators
 
 
 def alone(race: Race, ranks: NcclRanks, name: str, cycles: int) -> list[str]:
@@ -118,23 +118,17 @@ def alone(race: Race, ranks: NcclRanks, name: str, cycles: int) -> list[str]:
     wrong: list[str] = []
     freed: list[float] = []
     for _ in range(cycles):
-        held = [reply["free"] for reply in ranks.call("memory", race.left(30))]
+        held = [reply["free"] for reply in ranks.call("memory", race.within(30))]
         for action in ("pause", "resume"):
-            told = race.command(ranks, action, str(ranks.tenant), "--library", "nccl")
+            told = race.command(action, str(ranks.tenant), "--library", "nccl")
             race.result.sample(f"{name}_alone_{action}_s", told["wall_s"])
             if action == "pause":
-                now = [reply["free"] for reply in ranks.call("memory", race.left(30))]
+                now = [reply["free"] for reply in ranks.call("memory", race.within(30))]
                 freed.append(min(after - before for before, after in zip(held, now, strict=True)) / MIB)
-        wrong += ranks.step(race.left(60))["wrong"]
+        wrong += ranks.step(race.within(60))["wrong"]
     detail = f"{min(freed):.0f} MiB on each GPU at least, of {race.data['sizes'][name] / MIB:.0f} in the largest rank"
     race.result.check(f"{name}: NCCL's memory alone is back while the ranks run on", min(freed) > 0, detail)
     return wrong
-
-
-def end(race: Race, ranks: NcclRanks) -> None:
-    """Ends the ranks where they are: to leave in order takes as long as destroying the communicators."""
-    ranks.kill()
-    race.started.remove(ranks)
 
 
 def members(told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,7 +145,7 @@ def nccl_bytes(pool: dict[str, Any]) -> int:
 
 def note_memory(race: Race, ranks: NcclRanks, name: str) -> None:
     """How much there is to move in the rank that has most, and in how many pieces."""
-    pools = members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.left(30)))
+    pools = members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.within(30)))
     if not pools:
         raise JobError("the tenant has no processes")
     race.data["sizes"][name] = max(nccl_bytes(pool) for pool in pools)
@@ -163,5 +157,5 @@ def note_memory(race: Race, ranks: NcclRanks, name: str) -> None:
 
 def note_host_memory(race: Race, ranks: NcclRanks, name: str) -> None:
     """What saved contents take of each rank's host."""
-    for pool in members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.left(30))):
+    for pool in members(cli.sublet("stats", str(ranks.tenant), "--json", timeout_s=race.within(30))):
         race.result.sample(f"{name}_host_mib", pool["host_arena_bytes"] / MIB)

@@ -20,7 +20,6 @@ cycles.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 import common
 import runner
 from common import JobError
+from suite import main, options, role_of
 
 WAYS = ("sublet", "saver", "retained")
 #: Elements of one weight, as of a 7B model's feed-forward layer, in two bytes each.
@@ -39,15 +39,7 @@ GB = 10**9
 REST_S = 0.5
 
 
-def parse(argv: list[str]) -> Any:
-    """The options of the process of one way."""
-    parser = common.job_parser(__doc__, deadline_s=240)
-    parser.add_argument("--kept-gb", type=float, required=True)
-    parser.add_argument("--discarded-gb", type=float, required=True)
-    parser.add_argument("--cycles", type=int, required=True)
-    parser.add_argument("--way", choices=WAYS, required=True)
-    return parser.parse_args(argv)
-
+parse = options(__doc__, 240, kept_gb=float, discarded_gb=float, cycles=int, role=role_of(*WAYS))
 
 # ---------------------------------------------------------------- the ways, in the child
 
@@ -84,7 +76,6 @@ class Memory:
         self.plain_sum = int(self.weights[0].view(self.torch.int64).sum().item())
 
     def checksums(self) -> list[int]:
-        """Of each weight."""
         return [self.sum.of(weight) for weight in self.weights]
 
     def wrong(self) -> int:
@@ -127,7 +118,7 @@ def way_saver(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     """torch_memory_saver, in either mode."""
     from torch_memory_saver import torch_memory_saver as saver
 
-    if args.way == "retained":
+    if args.role == "retained":
         saver.retain_cpu_backup = True
 
     def in_region(tag: str, backup: bool) -> Callable[[int], Any]:
@@ -141,13 +132,11 @@ def way_saver(args: Any) -> tuple[Memory, Callable[[], Any], Callable[[], Any]]:
     return memory, saver.pause, saver.resume
 
 
-def child(args: Any) -> int:
+def child(args: Any) -> None:
     """One way: its cycles, timed and checked."""
-    runner.begin(args.deadline)
     import torch
 
-    runner.fact("versions", runner.versions())
-    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver}[args.way]
+    make = {"sublet": way_sublet, "saver": way_saver, "retained": way_saver}[args.role]
     memory, pause, resume = make(args)
     runner.fact("kept_bytes", memory.kept_bytes)
     wrong, freed_min = 0, None
@@ -165,7 +154,7 @@ def child(args: Any) -> int:
             if action is pause:
                 freed = torch.cuda.mem_get_info()[0] - before
                 freed_min = freed if freed_min is None else min(freed, freed_min)
-                if args.way == "sublet":
+                if args.role == "sublet":
                     wrong += host_copy_is_wrong(memory)
         wrong += memory.wrong()
         runner.sample("pause_s", times[0])
@@ -178,9 +167,8 @@ def child(args: Any) -> int:
         (freed_min or 0) >= 0.99 * total,
         f"{(freed_min or 0) / GB:.1f} of {total / GB:.1f} GB",
     )
-    if args.way == "sublet":
+    if args.role == "sublet":
         host_copy_kinds()
-    return 0
 
 
 def told(report: Any) -> Any:
@@ -229,7 +217,7 @@ def host_copy_kinds() -> None:
 def start(work: Path, way: str, kept_gb: float) -> runner.Child:
     """The process of one way: `kept_gb` kept, and twice as much discarded."""
     cycles = 1 if way == "saver" else 3
-    command = [__file__, "--way", way, "--cycles", str(cycles), "--deadline", "150"]
+    command = [__file__, "--role", way, "--cycles", str(cycles), "--deadline", "150"]
     command += ["--kept-gb", str(kept_gb), "--discarded-gb", str(2 * kept_gb)]
     if way == "sublet":
         tenant = f"saver-{way}-{os.getpid()}"
@@ -255,4 +243,4 @@ def torch_cuda_major() -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(child(parse(sys.argv[1:])))
+    main(parse, "saver", child, dict.fromkeys(WAYS, child))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ import runner
 from common import Result
 from observer import observed
 from rank import NcclRanks
+from suite import main, options
 
 SIZES_BYTES = [8, 1024]
 GOAL = 0.99
@@ -38,18 +38,11 @@ MALLOC = "malloc_free_"
 #: A process's rate is what this share of its samples stays below.
 BEST = 0.9
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=200)
-    parser.add_argument("--pairs", type=int, default=4, help="jobs of each kind")
-    parser.add_argument("--rounds", type=int, default=30, help="samples of each job")
-    parser.add_argument("--launches", type=int, default=4_000, help="launches a sample")
-    parser.add_argument("--calls", type=int, default=1_000, help="small all-reduces a sample")
-    parser.add_argument("--mib", type=int, default=256, help="message of the large all-reduces")
-    parser.add_argument("--iterations", type=int, default=10, help="large all-reduces a sample")
-    parser.add_argument("--mallocs", type=int, default=50, help="cudaMalloc and cudaFree pairs a sample")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 200, pairs=(4, "jobs of each kind"), rounds=(30, "samples of each job"), launches=(4_000, "launches a sample"),
+    calls=(1_000, "small all-reduces a sample"), mib=(256, "message of the large all-reduces"),
+    iterations=(10, "large all-reduces a sample"), mallocs=(50, "cudaMalloc and cudaFree pairs a sample"),
+)
 
 
 KINDS = ("unhooked", "hooked")
@@ -137,5 +130,4 @@ def tell(pairs: int, result: Result, samples: dict[str, dict[str, list[float]]])
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "rates", body))
+    main(parse, "rates", body)

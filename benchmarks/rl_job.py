@@ -21,6 +21,7 @@ from typing import Any
 import common
 import runner
 from common import JobError, Result
+from suite import main, options
 
 #: What a run needs in addition to torch and transformers; the bundle carries a wheel where it is not installed.
 PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
@@ -28,23 +29,13 @@ PACKAGES = ("sublet", "trl", "datasets", "dill", "multiprocess")
 END_S = 15.0
 FIGURES = ("lost_share", "step_s", "switch_s", "leaves_s", "arrives_s", "generator_leaves_s", "generator_arrives_s", "left_bytes", "handover_peak_bytes", "kv_tokens_free", "tokens_per_s", "host_bytes", "rests", "rest_s", "end_rest_s", "rest_left_mib")
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=1165)
-    parser.add_argument("--modes", default="all", help="by comma, as of rl/run.py")
-    parser.add_argument("--shape", default="0.5b")
-    parser.add_argument("--handover", default="ipc")
-    parser.add_argument("--kv-gib", type=float, default=20.0)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--generations", type=int, default=16)
-    parser.add_argument("--micro-batch", type=int, help="all completions of a step by default")
-    parser.add_argument("--rest-every", type=int, default=0, help="deep pauses of both tenants, after each so many steps of mode sublet")
-    parser.add_argument("--too-large", default="", help="modes, by comma, in which a tenant must run out of device memory")
-    parser.add_argument("--gpu-mib", type=int, help="memory of a simulated GPU")
-    parser.add_argument("--simulate", action="store_true", help="a rehearsal without GPUs")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 1165, modes=("all", "by comma, as of rl/run.py"), shape="0.5b", handover="ipc", kv_gib=20.0, steps=20, tokens=192,
+    generations=16, micro_batch=(int, "all completions of a step by default"),
+    rest_every=(0, "deep pauses of both tenants, after each so many steps of mode sublet"),
+    too_large=("", "modes, by comma, in which a tenant must run out of device memory"), gpu_mib=(int, "memory of a simulated GPU"),
+    simulate=(False, "a rehearsal without GPUs"),
+)
 
 
 def body(args: Any, result: Result, work: Path) -> None:
@@ -116,11 +107,5 @@ def take(args: Any, result: Result, record: dict[str, Any]) -> None:
         result.check(f"{' and '.join(lost)}: {args.steps} steps", False, "not reached")
 
 
-def main() -> int:
-    """Runs the job."""
-    args = parse(sys.argv[1:])
-    return common.run_job(args, "rl", body)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(parse, "rl", body)

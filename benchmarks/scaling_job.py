@@ -21,7 +21,6 @@ import ctypes
 import math
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ import sim_node
 from common import MIB, JobError, Result
 from driver import Driver
 from runner import Ranks
+from suite import main, options, role_of
 
 BLOCK = 2 * MIB
 #: SUBLET_CONTENTS_DISCARD
@@ -68,12 +68,6 @@ class Holder:
         finally:
             library.sublet_region_end()
         return self.count
-
-
-def serve() -> None:
-    """A process of a tenant."""
-    link = runner.connect()
-    runner.serve(link, {"take": Holder().take})
 
 
 # ---------------------------------------------------------------- in the job
@@ -112,8 +106,6 @@ def command_cpu_s() -> float:
 
 
 class Scaling:
-    """The run."""
-
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         self.args, self.result, self.work = args, result, work
         self.number = 0
@@ -123,7 +115,7 @@ class Scaling:
         self.number += 1
         label = f"scaling{self.number}"
         how = {"launcher": "launch", "life_s": self.args.deadline}
-        return Ranks(self.work, label, processes, [__file__, "--holder"], tenant=f"{label}-{os.getpid()}", **how)
+        return Ranks(self.work, label, processes, [__file__, "--role", "holder"], tenant=f"{label}-{os.getpid()}", **how)
 
     def measure(self, ranks: Ranks, sweep: str, place: int, counts: list[int]) -> None:
         """Has each process hold its part, then pauses and resumes."""
@@ -207,17 +199,11 @@ def table(result: Result) -> list[tuple[str, ...]]:
     return rows
 
 
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=170)
-    parser.add_argument("--allocations", type=int, default=100_000, help="most allocations, of all processes together")
-    parser.add_argument("--processes-of-many", type=int, default=8, help="processes that hold them")
-    parser.add_argument("--processes", type=int, default=64, help="most processes")
-    parser.add_argument("--each", type=int, default=1, help="allocations of each of them")
-    parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--profile", default="unknown", help="how the library was built, for the record")
-    parser.add_argument("--holder", action="store_true", help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 170, allocations=(100_000, "most allocations, of all processes together"), processes_of_many=(8, "processes that hold them"),
+    processes=(64, "most processes"), each=(1, "allocations of each of them"), cycles=3,
+    profile=("unknown", "how the library was built, for the record"), role=role_of("holder"),
+)
 
 
 def body(args: Any, result: Result, work: Path) -> None:
@@ -245,7 +231,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.holder:
-        serve()
-    sys.exit(common.run_job(options, "scaling", body))
+    main(parse, "scaling", body, {"holder": Holder})

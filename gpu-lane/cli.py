@@ -35,7 +35,7 @@ def tenant_command(tenant: str | None, cmd: Sequence[str]) -> list[str]:
     """`cmd` under Sublet as `tenant`, or as it is when there is no tenant."""
     if tenant is None:
         return list(cmd)
-    return [sublet_bin(), "run", "--tenant", tenant, "--", *cmd]
+    return [sublet_bin(), "run", "--join", "--tenant", tenant, "--", *cmd]
 
 
 def _start(args: Sequence[str]) -> subprocess.Popen[bytes]:

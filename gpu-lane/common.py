@@ -184,6 +184,26 @@ def summarise(samples: Sequence[float]) -> dict[str, float | int | None]:
     }
 
 
+def growth(values: Sequence[float], share: int) -> tuple[float, str]:
+    """How much larger the least of the last `share` values is than that of the first, and both in words."""
+    first, last = min(values[:share]), min(values[-share:])
+    return last - first, f"{first} then {last}, most {max(values)}"
+
+
+def held_by(pids: Sequence[int]) -> dict[str, int]:
+    """What processes hold of the host together; one that has just ended holds nothing."""
+    sums = {"rss_bytes": 0, "anonymous_bytes": 0, "descriptors": 0, "threads": 0, "maps": 0}
+    for place in (Path("/proc") / str(pid) for pid in pids):
+        with contextlib.suppress(OSError, KeyError):
+            status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+            sums["rss_bytes"] += int(status["VmRSS"].split()[0]) << 10
+            sums["anonymous_bytes"] += int(status["RssAnon"].split()[0]) << 10
+            sums["threads"] += int(status["Threads"])
+            sums["descriptors"] += len(os.listdir(place / "fd"))
+            sums["maps"] += (place / "maps").read_bytes().count(b"\n")
+    return sums
+
+
 def touch_host_memory(gib: float) -> dict[str, float]:
     """Touches and frees host memory in a child, so that a virtual machine that grows its memory on use has it.
 
@@ -287,7 +307,6 @@ class Result:
         self.data["versions"].update(versions or {})
 
     def sample(self, series: str, value: Any) -> None:
-        """Adds one sample."""
         self.data["samples"].setdefault(series, []).append(value)
 
     def note(self, text: str) -> None:

@@ -39,6 +39,26 @@ def call(name: str, *arguments: Any) -> None:
         raise DriverError(name, code)
 
 
+def kernel(module: ctypes.c_void_p, name: bytes) -> ctypes.c_void_p:
+    function = ctypes.c_void_p()
+    call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name))
+    return function
+
+
+def load(ptx: bytes) -> ctypes.c_void_p:
+    """A module of the current context."""
+    module = ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
+    return module
+
+
+def launch(function: ctypes.c_void_p, grid: int, block: int, stream: ctypes.c_void_p | None, *values: Any) -> None:
+    """Launches a kernel with these parameters; without a stream on the context's own."""
+    pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    sizes = [ctypes.c_uint(size) for size in (grid, 1, 1, block, 1, 1, 0)]
+    call("cuLaunchKernel", function, *sizes, stream, pointers, None)
+
+
 def array_interface(address: int, count: int, typestr: str) -> dict[str, Any]:
     """What `torch.as_tensor` wants to know of device memory, as `__cuda_array_interface__`."""
     return {"shape": (count,), "typestr": typestr, "data": (address, False), "version": 3, "strides": None}

@@ -25,7 +25,6 @@ LIFE_S = 1200.0
 
 
 def main() -> None:
-    """The program."""
     link = runner.connect()
     driver = Driver()
     steps: dict[str, Callable[..., Any]] = {
@@ -46,7 +45,6 @@ class Observer(Ranks):
         self.info: dict[str, Any] = self.ask("info", 90)
 
     def ask(self, op: str, timeout_s: float = 60, **arguments: Any) -> Any:
-        """One step."""
         return self.call(op, timeout_s, **arguments)[0]
 
     def free(self) -> list[int]:

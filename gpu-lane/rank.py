@@ -361,15 +361,12 @@ class Rank:
         self.sync()
 
     def op_together(self, action: str) -> dict[str, float]:
-        """See Tenancy."""
         return self.tenancy.together(action)
 
     def op_tenant(self, action: str, timeout_ms: int = 60_000) -> dict[str, float]:
-        """See Tenancy."""
         return self.tenancy.tenant(action, timeout_ms)
 
     def op_stats(self, print_too: bool = False) -> Any:
-        """See Tenancy."""
         return self.tenancy.stats(print_too)
 
     def op_memory(self) -> dict[str, int]:
@@ -433,13 +430,11 @@ class Rank:
                 self.op_disconnect()
 
     def steps(self) -> dict[str, Callable[..., Any]]:
-        """All steps by name."""
         own = {name.removeprefix("op_"): getattr(self, name) for name in dir(self) if name.startswith("op_")}
         return {name: functools.partial(step, self) for name, step in bench_ops.OPS.items()} | own
 
 
 def main() -> None:
-    """One rank."""
     link = runner.connect()
     runner.serve(link, Rank(link).steps())
 

@@ -51,12 +51,10 @@ def _say(kind: str, **fields: Any) -> None:
 
 
 def row(what: str, passed: bool, detail: str = "") -> None:
-    """A verdict."""
     _say("row", what=what, passed=bool(passed), detail=str(detail))
 
 
 def sample(series: str, value: float) -> None:
-    """One sample of a series."""
     _say("sample", series=series, value=value)
 
 
@@ -91,7 +89,6 @@ class Link:
         self.request_id: int | None = None
 
     def send(self, message: Any) -> None:
-        """Sends one message."""
         self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def pop(self) -> Any:
@@ -235,39 +232,9 @@ class Process:
         """Prints the end of its output."""
         print(f"---- {self.label}: {what}\n{self.tail(8000)}\n----", flush=True)
 
-
-class Rows:
-    """The rows of a job, one after the other; a subclass runs one of them, and sets these."""
-
-    rows: Sequence[Any]
-    args: Any
-    result: Result
-    #: When the job began, by the monotonic clock.
-    began: float
-    table: list[tuple[str, ...]]
-
-    def run(self) -> None:
-        """Every row that is wanted, then the table."""
-        words = [word.strip() for word in self.args.rows.split(",") if word.strip()]
-        rows = [row for row in self.rows if not words or any(word in row.name for word in words)]
-        if not rows:
-            raise JobError(f"no row has one of {words} in its name: {', '.join(row.name for row in self.rows)}")
-        try:
-            for row in rows:
-                self.one(row)
-                self.result.save()
-        finally:
-            print()
-            table(self.table)
-            verdicts(self.result)
-
-    def left_s(self) -> float:
-        """Seconds until the job must have ended, some for the report taken off."""
-        return self.args.deadline - 10 - (time.monotonic() - self.began)
-
-    def one(self, row: Any) -> None:
-        """A row; whatever becomes of it, the next has its turn."""
-        raise NotImplementedError
+    def kill(self) -> None:
+        """Ends it and the processes of its group."""
+        common.stop_child(self.process)
 
 
 class Child(Process):
@@ -280,7 +247,6 @@ class Child(Process):
         super().__init__(work, label, start_command(script), **how)
 
     def said(self) -> list[dict[str, Any]]:
-        """What it has said so far."""
         answers = []
         for text in _SAID.findall(self.log.read_text(errors="replace")):
             with contextlib.suppress(ValueError):  # half a line
@@ -486,7 +452,7 @@ class Ranks(Process):
         self._stop()
 
     def _stop(self) -> None:
-        common.stop_child(self.process)
+        super().kill()
         for link in self.links.values():
             link.sock.close()
 

@@ -53,7 +53,6 @@ def phases(table: dict[str, Any]) -> list[str]:
 
 
 def show(record: dict[str, Any]) -> None:
-    """One record."""
     gpu = record.get("gpu") or {}
     gpus = (record.get("parameters") or {}).get("gpus") or gpu.get("count")
     print(f"\n{record['name']}: {record['status'].upper()}  ({gpus} x {gpu.get('name')}, {record.get('date')})")

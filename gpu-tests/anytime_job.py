@@ -18,7 +18,6 @@ take no longer than the steps that the slowest rank is behind, a few ms; two sta
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import common
 from common import JobError, Result
 from phases import Phases
 from runner import cuda_libraries
+from suite import main, options
 from training_run import TrainingJob, TrainingRun, first_difference
 
 #: Steps before the first pause: what is made on first use is there.
@@ -44,7 +44,6 @@ LAUNCHERS = {
     "one_jax": "alone",
     "graph_threads": "alone",
 }
-PROGRAMS = ("ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS)
 #: Programs that find the CUDA libraries by their names, as torch's processes need not.
 BY_NAME = ("rebuild", "one_nccl", "one_contents")
 #: What may be in use on a GPU behind a deep pause; an idle one has 4.
@@ -53,24 +52,15 @@ LEFT_MIB = 20
 FAILURES_MAX = 40
 
 
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=240)
-    parser.add_argument("--program", choices=PROGRAMS, default="ddp")
-    parser.add_argument("--pauses", type=int, default=200, help="pauses that must succeed")
-    parser.add_argument("--seed", type=int, default=1, help="of the instants")
-    parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
-    parser.add_argument("--active-ms", type=float, default=110, help="time that the job is expected to run a pause")
-    parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
-    parser.add_argument("--library", default="", help="whose own memory alone is paused, such as nccl; all, without")
-    parser.add_argument("--deep", action="store_true", help="the contexts leave the GPUs too; says what is left there")
-    parser.add_argument("--stuck-s", type=float, default=20.0, help="without a step for so long, the job is stuck")
-    parser.add_argument("--backend", default="", help="torch's name of the process group's backend, for programs that torchrun starts")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--failures-max", type=int, default=25, help="failed pauses after which the job gives up")
-    args = parser.parse_args(argv)
-    args.gaps = [float(text) / 1000 for text in args.gap_ms.split(",")]
-    return args
+parse = options(
+    __doc__, 240, program=["ddp", "tpdp", "pipeline", "graphs", *LAUNCHERS], pauses=(200, "pauses that must succeed"),
+    seed=(1, "of the instants"), gap_ms=("5,60", "shortest and longest time from a resume to the next pause"),
+    active_ms=(110.0, "time that the job is expected to run a pause"), pause_timeout=(5.0, "seconds for each phase of a pause"),
+    library=("", "whose own memory alone is paused, such as nccl; all, without"),
+    deep=(False, "the contexts leave the GPUs too; says what is left there"), stuck_s=(20.0, "without a step for so long, the job is stuck"),
+    backend=("", "torch's name of the process group's backend, for programs that torchrun starts"), width=512,
+    failures_max=(25, "failed pauses after which the job gives up"),
+)  # fmt: skip
 
 
 def kind_of_failure(told: dict[str, Any]) -> str:
@@ -86,6 +76,7 @@ class Job(TrainingJob):
     def __init__(self, args: Any, result: Result, work: Path) -> None:
         super().__init__(args, result, work)
         self.began = time.monotonic()
+        self.gaps_s = [float(text) / 1000 for text in args.gap_ms.split(",")]
         self.launcher = LAUNCHERS.get(args.program, "torchrun")
         self.ranks = 1 if self.launcher == "alone" else self.gpus
         self.devices = ["--devices", str(self.gpus)] if self.launcher == "alone" else []
@@ -154,7 +145,7 @@ class Job(TrainingJob):
 
     def cycle(self, run: TrainingRun, tenant: str) -> None:
         """A gap, a pause at whatever the ranks are doing then, a resume."""
-        gap = self.random.uniform(*self.args.gaps)
+        gap = self.random.uniform(*self.gaps_s)
         time.sleep(gap)
         step = run.poll()
         told = self.change("pause", tenant)
@@ -256,5 +247,4 @@ class Job(TrainingJob):
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, f"anytime_{options.program}", lambda *given: Job(*given).run_to_end()))
+    main(parse, lambda args: f"anytime_{args.program}", lambda *given: Job(*given).run_to_end())

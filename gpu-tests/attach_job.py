@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,23 @@ import common
 import runner
 from common import Result
 from observer import Observer
+from suite import main, options, role_of
 
 CYCLES = 3
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=90)
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--when", choices=["early", "late"], help="used by the job itself")
-    parser.add_argument("--tenant", help="used by the job itself")
-    parser.add_argument("--stop", type=Path, help="used by the job itself: a file that ends the program")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 90, gib=2.0, role=role_of("early", "late"), tenant=(str, "used by the job itself"),
+    stop=(Path, "used by the job itself: a file that ends the program"),
+)
 
 
-def program(args: Any) -> int:
-    """A program that attaches."""
-    runner.begin(args.deadline)
+def program(args: Any) -> None:
     import sublet
     import torch
 
     count = int(args.gib * common.GIB) // 8
     before = None
-    if args.when == "late":
+    if args.role == "late":
         before = torch.arange(count, dtype=torch.int64, device="cuda:0")
         torch.cuda.synchronize()
         torch.ones(1 << 20, device="cuda:0").sum().item()
@@ -55,7 +48,7 @@ def program(args: Any) -> int:
     others = {name: state for name, state in states.items() if state != "hooked"}
     runner.row("every library is hooked", said["launches_are_held"] and not others, str(others or "none is not"))
     reserved = sum(said["reserved_bytes"].values())
-    wanted = args.gib * common.GIB if args.when == "late" else 0
+    wanted = args.gib * common.GIB if args.role == "late" else 0
     is_said = bool(runtime) and (reserved >= wanted if wanted else reserved == 0)
     detail = f"{runtime}; {reserved >> 20} MiB reserved before"
     runner.row("the report names libcudart and the bytes that came too early", is_said, detail)
@@ -63,7 +56,6 @@ def program(args: Any) -> int:
     product = torch.randn(512, 512, device="cuda:0")
     expected, total = product @ product, int(tensor.sum().item())
     torch.cuda.synchronize()
-    runner.fact("versions", runner.versions())
     runner.fact("ready", True)
     rounds, wrong = 0, 0
     while not args.stop.exists():
@@ -71,13 +63,12 @@ def program(args: Any) -> int:
         wrong += before is not None and int(before[-1].item()) != count - 1
         rounds += 1
     runner.row("values exact all the time", wrong == 0 and rounds > 0, f"{wrong} of {rounds} wrong")
-    return 0
 
 
 def case(args: Any, result: Result, work: Path, observer: Observer, when: str) -> None:
     """One program, paused from outside."""
     stop, tenant = work / f"stop-{when}", f"attach-{when}-{os.getpid()}"
-    command = [__file__, "--when", when, "--tenant", tenant, "--stop", str(stop)]
+    command = [__file__, "--role", when, "--tenant", tenant, "--stop", str(stop)]
     command += ["--gib", str(args.gib), "--deadline", "60"]
     child = runner.Child(work, when, command, sites=[runner.package(work, "sublet")])
     try:
@@ -114,7 +105,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.when:
-        sys.exit(program(options))
-    sys.exit(common.run_job(options, "attach", body))
+    main(parse, "attach", body, {"early": program, "late": program})

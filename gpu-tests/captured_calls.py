@@ -16,41 +16,27 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import deep_calls
 import driver
+from deep_calls import NON_BLOCKING, ZERO, Caller
 
 GLOBAL, RELAXED = 0, 2
-NON_BLOCKING, HOST_PORTABLE = 1, 1
+HOST_PORTABLE = 1
 UNIT = 2 << 20
-ZERO, NONE = ctypes.c_uint(0), ctypes.c_uint64(0)
 WAYS = ("own", "other", "relaxed")
 
 
-class Held:
+class Held(Caller):
     """What the calls are about."""
 
     def __init__(self) -> None:
-        self.gpus = driver.Driver(only=0)
-        self.cuda = driver.library()
-        self.captured, self.stream = ctypes.c_void_p(), ctypes.c_void_p()
-        for stream in (self.captured, self.stream):
-            driver.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
-        self.events = [ctypes.c_void_p() for _ in range(2)]
-        for event in self.events:
-            driver.call("cuEventCreate", ctypes.byref(event), ZERO)
-            driver.call("cuEventRecord", event, self.stream)
-        self.memory = self.gpus.alloc(UNIT) or ctypes.c_uint64()
+        super().__init__()
+        self.captured = ctypes.c_void_p()
+        driver.call("cuStreamCreate", ctypes.byref(self.captured), ctypes.c_uint(NON_BLOCKING))
         self.block = driver.Block(0, UNIT)
-        self.pinned = ctypes.c_void_p()
-        driver.call("cuMemHostAlloc", ctypes.byref(self.pinned), ctypes.c_size_t(4096), ZERO)
         self.plain = (ctypes.c_ubyte * (4 << 12))()
         self.page = ctypes.c_void_p((ctypes.addressof(self.plain) + 4095) & ~4095)
-        self.out = (ctypes.c_uint64 * 8)()
         self.made: list[Callable[[], Any]] = []
-        driver.call("cuCtxSynchronize")
-
-    def at(self, place: int = 0) -> Any:
-        """Where a call writes."""
-        return ctypes.byref(self.out, 8 * place)
 
     def later(self, name: str, *arguments: Any) -> None:
         """A call that takes back what the tried call has made; after the capture."""
@@ -58,7 +44,7 @@ class Held:
 
     def maker(self, create: str, *arguments: Any, end: str) -> int:
         """A call that makes something."""
-        code = int(getattr(self.cuda, create)(self.at(), *arguments))
+        code = int(getattr(self.cuda, create)(self.at(0), *arguments))
         if code == 0:
             self.later(end, ctypes.c_void_p(self.out[0]))
         return code
@@ -73,27 +59,21 @@ class Held:
         return 0
 
     def register(self) -> int:
-        """Registers a page."""
         code = int(self.cuda.cuMemHostRegister_v2(self.page, ctypes.c_size_t(4096), ctypes.c_uint(HOST_PORTABLE)))
         if code == 0:
             self.later("cuMemHostUnregister", self.page)
         return code
 
 
-CALLS: dict[str, Callable[[Held, Any], int]] = {
+#: These are called as in `deep_calls`.
+SAME = (
+    "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuEventElapsedTime", "cuStreamWaitEvent", "cuStreamQuery", "cuStreamSynchronize",
+    "cuStreamIsCapturing", "cuCtxSynchronize", "cuCtxSetCurrent", "cuMemGetInfo",
+)  # fmt: skip
+CALLS: dict[str, Callable[[Any, Any], int]] = {
+    **{name: deep_calls.CALLS[name] for name in SAME},
     "cuEventCreate": lambda own, _: own.maker("cuEventCreate", ZERO, end="cuEventDestroy_v2"),
-    "cuEventRecord": lambda own, cuda: cuda.cuEventRecord(own.events[0], own.stream),
-    "cuEventQuery": lambda own, cuda: cuda.cuEventQuery(own.events[0]),
-    "cuEventSynchronize": lambda own, cuda: cuda.cuEventSynchronize(own.events[0]),
-    "cuEventElapsedTime": lambda own, cuda: cuda.cuEventElapsedTime(own.at(), *own.events),
-    "cuStreamWaitEvent": lambda own, cuda: cuda.cuStreamWaitEvent(own.stream, own.events[0], ZERO),
-    "cuStreamQuery": lambda own, cuda: cuda.cuStreamQuery(own.stream),
-    "cuStreamSynchronize": lambda own, cuda: cuda.cuStreamSynchronize(own.stream),
-    "cuStreamIsCapturing": lambda own, cuda: cuda.cuStreamIsCapturing(own.stream, own.at()),
     "cuStreamCreate": lambda own, _: own.maker("cuStreamCreate", ctypes.c_uint(NON_BLOCKING), end="cuStreamDestroy_v2"),
-    "cuCtxSynchronize": lambda _, cuda: cuda.cuCtxSynchronize(),
-    "cuCtxSetCurrent": lambda own, cuda: cuda.cuCtxSetCurrent(own.gpus.contexts[0]),
-    "cuMemGetInfo": lambda own, cuda: cuda.cuMemGetInfo_v2(own.at(), own.at(1)),
     "cuMemAlloc": lambda own, _: own.maker("cuMemAlloc_v2", ctypes.c_size_t(UNIT), end="cuMemFree_v2"),
     "cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap, cuMemRelease": lambda own, _: own.remap(),
     "cuMemHostRegister": lambda own, _: own.register(),
@@ -121,7 +101,6 @@ def differences(found: dict[str, dict[str, list[int]]]) -> list[str]:
     """Where the driver whose table this is says something else."""
     known = {name: expected(name) for name in CALLS}
     return [f"{name}, {way}: {codes}, not {known[name][way]}" for name, ways in found.items() for way, codes in ways.items() if codes != known[name][way]]
-
 
 
 def tried(held: Held, name: str, way: str) -> list[int]:

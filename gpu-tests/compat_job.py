@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,14 @@ import common
 import runner
 from common import GIB, MIB, JobError, Result
 from phases import copied_bytes
+from suite import main, options, role_of
 
 ROLES = ("saver", "enabled", "vllm", "nccl")
 KEPT_BYTES, LOST_BYTES = GIB, 2 * GIB
 #: What else may be on the device: contexts grow when kernels are loaded.
 SLACK_BYTES = 64 * MIB
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=85)
-    parser.add_argument("--role", choices=ROLES, help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(__doc__, 85, role=role_of(*ROLES))
 
 
 # ---------------------------------------------------------------- in the children
@@ -88,7 +83,7 @@ def refused(act: Any) -> int:
     return 0
 
 
-def saver_role() -> None:
+def saver_role(_args: Any) -> None:
     """torch_memory_saver by its alias."""
     import torch
     import torch_memory_saver as package
@@ -213,7 +208,7 @@ def give_backups_back(saver: Any) -> None:
     runner.row("mapped memory is exact", torch.equal(mapped, pattern(KEPT_BYTES, 5)))
 
 
-def enabled_role() -> None:
+def enabled_role(_args: Any) -> None:
     """torch_memory_saver, set by the environment."""
     import torch
     from torch_memory_saver import torch_memory_saver as saver
@@ -237,7 +232,7 @@ def enabled_role() -> None:
     runner.row("what was not backed up is usable", float(grads.sum().item()) == 0.0)
 
 
-def vllm_role() -> None:
+def vllm_role(_args: Any) -> None:
     """vLLM's allocator."""
     import torch
     from sublet.compat.vllm import CuMemAllocator
@@ -288,7 +283,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
-def nccl_role() -> None:
+def nccl_role(_args: Any) -> None:
     """NCCL by ctypes, through ours."""
     import torch
 
@@ -332,15 +327,6 @@ def nccl_role() -> None:
     runner.row("the communicator ends", nccl.ncclCommDestroy(comm) == 0)
 
 
-def child(args: Any) -> int:
-    """One process."""
-    runner.begin(args.deadline - 5)
-    roles = {"saver": saver_role, "enabled": enabled_role, "vllm": vllm_role, "nccl": nccl_role}
-    roles[args.role]()
-    runner.fact("versions", runner.versions())
-    return 0
-
-
 # ---------------------------------------------------------------- in the parent
 
 
@@ -368,7 +354,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(child(options))
-    sys.exit(common.run_job(options, "compat", body))
+    main(parse, "compat", body, {"saver": saver_role, "enabled": enabled_role, "vllm": vllm_role, "nccl": nccl_role})

@@ -7,7 +7,6 @@ a few ms each; a minute is a hang.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import captured_calls
 import cli
 import common
 from common import JobError, Result
+from suite import main, options
 
 
 def parse(argv: list[str]) -> Any:
     """The options; what follows `--` goes to the program."""
     own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = common.job_parser(__doc__, deadline_s=120)
-    args = parser.parse_args(own)
+    args = options(__doc__, 120)(own)
     args.program_args = theirs
     return args
 
@@ -52,5 +51,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "conformance", body))
+    main(parse, "conformance", body)

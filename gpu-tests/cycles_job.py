@@ -11,7 +11,6 @@ Bound: a cycle is a pause and a resume of some 2 GiB a rank, 0.13 + 0.25 s, and 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from common import MIB, JobError, Result
 from observer import observed
 from phases import Phases
 from rank import NcclRanks
+from suite import main, options
 
 #: Cycles after which the host arena and whatever is made on first use are there.
 SETTLED = 20
@@ -29,27 +29,15 @@ SETTLED = 20
 RSS_GROWTH_MAX = 24 * MIB
 GPU_GROWTH_MAX = 4 * MIB
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=560)
-    parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--every", type=int, default=25, help="cycles between two readings of what is held")
-    parser.add_argument("--all-to-all", type=int, default=1, help="communicators that also do all-to-all (0 to 2)")
-    parser.add_argument("--pause-timeout", type=float, default=20.0, help="seconds for one pause or resume")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 560, cycles=1000, every=(25, "cycles between two readings of what is held"),
+    all_to_all=(1, "communicators that also do all-to-all (0 to 2)"), pause_timeout=(20.0, "seconds for one pause or resume"),
+)
 
 
 def held(pids: list[int], tenant: str) -> dict[str, int]:
-    """Sums over the ranks: resident bytes not shared with files, descriptors, threads, maps; and the host arena."""
-    sums = {"rss_bytes": 0, "anonymous_bytes": 0, "descriptors": 0, "threads": 0, "maps": 0}
-    for pid in pids:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-        sums["rss_bytes"] += int(status["VmRSS"].split()[0]) << 10
-        sums["anonymous_bytes"] += int(status["RssAnon"].split()[0]) << 10
-        sums["threads"] += int(status["Threads"])
-        sums["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
-        sums["maps"] += Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
+    """What the ranks hold of the host, and the host arena."""
+    sums = common.held_by(pids)
     told = cli.sublet("stats", tenant, "--json", timeout_s=20)
     members = [member for entry in cli.tenants(told) for member in entry.get("members", [])]
     sums["arena_bytes"] = sum(member.get("pool", {}).get("host_arena_bytes", 0) for member in members)
@@ -160,15 +148,12 @@ class Job:
                 continue
             # Some readings come while a resume's spare descriptors are still being closed: the least of each end
             # counts.
-            share = max(1, len(values) // 4)
-            first, last = min(values[:share]), min(values[-share:])
-            detail = f"{first} then {last}, most {max(values)}"
-            self.result.check(f"{name} is flat", last - first <= limit, detail)
+            grown, detail = common.growth(values, max(1, len(values) // 4))
+            self.result.check(f"{name} is flat", grown <= limit, detail)
         self.ranks.close()
         left = [then - now for then, now in zip(self.empty, self.observer.settled_free(), strict=True)]
         self.result.check("nothing is left on the GPUs after the job", max(left[: self.world]) <= GPU_GROWTH_MAX, str(left))
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "cycles_nccl", lambda *given: Job(*given).run()))
+    main(parse, "cycles_nccl", lambda *given: Job(*given).run())

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import common
 from common import MIB, JobError, Result
 from observer import Observer, observed
 from rank import NcclRanks
+from suite import main, options
 
 ERROR_WITHIN_S = 2.0
 #: A command that ends well so soon after a death had every answer already.
@@ -35,14 +35,10 @@ ROUNDS = ("paused", "coordinator", "during_pause", "inside", "during_resume", "d
 #: What may stay on a GPU after every process is gone.
 LEFT_MAX = 4 * MIB
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=280)
-    parser.add_argument("--rounds", default=",".join(ROUNDS), help=f"a list of {', '.join(sorted(set(ROUNDS)))}")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--coordinators", type=int, default=10, help="commands to kill in that round")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 280, rounds=(",".join(ROUNDS), f"a list of {', '.join(sorted(set(ROUNDS)))}"), seed=1,
+    coordinators=(10, "commands to kill in that round"),
+)
 
 
 class Round:
@@ -81,7 +77,6 @@ class Round:
         self.check(f"collectives bit-identical {when}", not wrong, str(wrong[:4]))
 
     def command(self, action: str, must: bool = True) -> dict[str, Any]:
-        """The command, to its end."""
         told = cli.sublet(action, self.tenant, "--json", timeout_s=30)
         if must and told["exit"] != 0:
             self.ranks.print_stacks()
@@ -288,5 +283,4 @@ class Job:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "deaths_nccl", lambda *given: Job(*given).run()))
+    main(parse, "deaths_nccl", lambda *given: Job(*given).run())

@@ -71,7 +71,6 @@ class Caller:
         return self.old[1].pop() if len(self.old[1]) > 1 else self.old[1][0]
 
     def streams_of_old(self) -> Any:
-        """As `events_of_old`."""
         return self.old[0].pop() if len(self.old[0]) > 1 else self.old[0][0]
 
 
@@ -146,8 +145,6 @@ def repeat(name: str, place: str) -> None:
 
 
 class Calls:
-    """The processes of all calls."""
-
     def __init__(self, folder: Path) -> None:
         self.children: dict[str, tuple[subprocess.Popen[bytes], memoryview]] = {}
         for number, name in enumerate(NAMES):
@@ -198,7 +195,6 @@ class Calls:
         return answer
 
     def end(self) -> None:
-        """Ends all."""
         for child, _ in self.children.values():
             with contextlib.suppress(OSError):
                 child.kill()

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import random
+import shutil
 import signal
-import sys
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,270 +43,107 @@ import runner
 from common import LEFT_MIB, JobError, Result
 from deep_calls import calls
 from deep_libraries import LIBRARIES
-from deep_memory import Kept, Plain
-from deep_rows import library, library_of_driver, other_gpu, under_mps
+from deep_memory import Holder, Kept, Owner, Plain, restore_on
 from race_memory import Checkpoints
+from suite import NotRun, Row, Suite, is_there, main, options, role_of, words_of
 
-SIZES_GIB = "0.5,16,48"
-ROWS = ("sizes", "swap", "kept", "event", "shared")
-MORE_ROWS = (*LIBRARIES, *(f"driver_{name}" for name in LIBRARIES), "other_gpu", "mps", "calls")
 ROUNDS = 3
 WAYS = ("plain", "deep", "rewritten")
 #: What all processes of a tenant may hold more at the end than at the start.
 GROWTH_MAX = {"anonymous_mib": 64, "descriptors": 0, "threads": 0}
-
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=560)
-    parser.add_argument("--gib", default=SIZES_GIB, help="sizes of the processes, by comma")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"what to run; also {','.join(MORE_ROWS)}")
-    parser.add_argument("--library-cycles", type=int, default=20, help="deep pauses of each library's process")
-    parser.add_argument("--library-gib", type=float, default=4.0, help="what each of them holds")
-    parser.add_argument("--cycles", type=int, default=200, help="deep pauses of two processes that share memory")
-    parser.add_argument("--kills", type=int, default=40, help="commands to kill, pauses and resumes by turns")
-    parser.add_argument("--deaths", type=int, default=6, help="processes to kill that share memory with another")
-    parser.add_argument("--seed", type=int, default=1, help="of the instants at which commands are killed")
-    parser.add_argument("--tenants", type=int, default=0, help="tenants that take turns, instead of all else")
-    parser.add_argument("--tenant-gib", type=float, default=4.0, help="what each of them holds")
-    parser.add_argument("--room-gib", type=float, default=6.5, help="what is free for all of them together")
-    parser.add_argument("--rounds", type=int, default=6, help="how often each of them has its turn")
-    parser.add_argument("--role", choices=["holder", "owner", "plain", "kept", *LIBRARIES], help="used by the job itself")
-    return parser.parse_args(argv)
-
-
-# ---------------------------------------------------------------- the processes
-
-
-class Holder:
-    """Tensors and a graph, and what their sums are."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Any] = []
-        self.graph: Any = None
-        self.total: Any = None
-        self.wanted: list[float] = []
-
-    def hold(self, gib: float) -> dict[str, Any]:
-        """Makes them."""
-        import torch
-
-        numbers = torch.Generator(device="cuda")
-        numbers.manual_seed(7)
-        words = int(gib * common.GIB / 8 / 8)
-        self.tensors = [
-            torch.empty(words, dtype=torch.float64, device="cuda").uniform_(generator=numbers) for _ in range(8)
-        ]
-        matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        torch.mm(matrix, matrix)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.total = torch.mm(matrix, matrix).sum()
-        self.wanted = self._sums()
-        return runner.versions()
-
-    def _sums(self) -> list[float]:
-        import torch
-
-        self.graph.replay()
-        torch.cuda.synchronize()
-        return [tensor.sum().item() for tensor in self.tensors] + [self.total.item()]
-
-    def rewrite(self) -> None:
-        """Every word changes its sign."""
-        import torch
-
-        for tensor in self.tensors:
-            tensor.neg_()
-        torch.cuda.synchronize()
-        self.wanted = [-total for total in self.wanted[:-1]] + self.wanted[-1:]
-
-    def same(self) -> dict[str, Any]:
-        """Are the graph's result and all sums as at first, and how long did the first replay take?"""
-        import torch
-
-        began = time.perf_counter()
-        self.graph.replay()
-        torch.cuda.synchronize()
-        first_ms = 1000 * (time.perf_counter() - began)
-        return {"same": self._sums() == self.wanted, "first_ms": first_ms}
-
-
-def reader(inbox: Any, outbox: Any) -> None:
-    """The process that shares the owner's tensor: says its sum each time, and adds 1."""
-    runner.begin(540)
-    import torch
-
-    tensor = inbox.get(timeout=60)
-    outbox.put(os.getpid())
-    while inbox.get(timeout=120):
-        total = int(tensor.sum().item())
-        tensor.add_(1)
-        torch.cuda.synchronize()
-        outbox.put(total)
-
-
-class Owner:
-    """The process that made it."""
-
-    def __init__(self) -> None:
-        self.queues: Any = None
-        self.tensor: Any = None
-        self.child: Any = None
-
-    def share(self) -> list[int]:
-        """Starts the other one; both process ids."""
-        import torch
-        import torch.multiprocessing as processes
-
-        context = processes.get_context("spawn")
-        self.queues = context.SimpleQueue(), context.SimpleQueue()
-        if self.tensor is None:
-            self.tensor = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
-        self.child = context.Process(target=reader, args=(_Queue(self.queues[0]), self.queues[1]), daemon=True)
-        self.child.start()
-        self.queues[0].put(self.tensor)
-        return [os.getpid(), self.queues[1].get()]
-
-    def first_last(self) -> list[int]:
-        """What its tensor begins and ends with; nobody writes it then."""
-        return [int(self.tensor[at].item()) for at in (0, -1)]
-
-    def same(self) -> bool:
-        """Does each see what the other has written?"""
-        import torch
-
-        self.tensor.add_(1)
-        torch.cuda.synchronize()
-        before = int(self.tensor.sum().item())
-        self.queues[0].put(True)
-        seen = self.queues[1].get()
-        return bool(seen == before and int(self.tensor.sum().item()) == before + self.tensor.numel())
-
-
-class _Queue:
-    """A queue without `timeout`, as one with it."""
-
-    def __init__(self, queue: Any) -> None:
-        self.queue = queue
-
-    def get(self, timeout: float) -> Any:
-        """What comes next."""
-        del timeout
-        return self.queue.get()
-
-
-def serve(role: str) -> None:
-    """One of them."""
-    link = runner.connect()
-    if role == "holder":
-        holder = Holder()
-        runner.serve(link, {"hold": holder.hold, "same": holder.same, "rewrite": holder.rewrite})
-    if role == "plain":
-        plain = Plain()
-        runner.serve(link, {"hold": plain.hold, "leave": plain.leave, "same": plain.same})
-    if role == "kept":
-        kept = Kept()
-        steps = (kept.make, kept.wrong, kept.share_event, kept.open_event, kept.record, kept.wait)
-        runner.serve(link, {step.__name__: step for step in steps})
-    if role in LIBRARIES:
-        held = LIBRARIES[role]()
-        runner.serve(link, {"hold": held.hold, "same": held.same})
-    owner = Owner()
-    runner.serve(link, {"share": owner.share, "same": owner.same, "first_last": owner.first_last})
-
-
-# ---------------------------------------------------------------- the job
+#: Seconds that the driver alone keeps a process off the GPU: threads of its libraries make calls meanwhile.
+OFF_S = 1.0
+ROLES = {"holder": Holder, "owner": Owner, "plain": Plain, "kept": Kept, **LIBRARIES}
 
 
 def held(group: int) -> dict[str, int]:
     """What the processes of a process group hold of the host."""
-    found = dict.fromkeys(GROWTH_MAX, 0)
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
-            if os.getpgid(int(path.name)) != group:
-                continue
-            status = (path / "status").read_text()
-            found["anonymous_mib"] += int(status.partition("RssAnon:")[2].split()[0]) // 1024
-            found["threads"] += int(status.partition("Threads:")[2].split()[0])
-            found["descriptors"] += len(list((path / "fd").iterdir()))
-    return found
+            if os.getpgid(int(path.name)) == group:
+                pids.append(int(path.name))
+    found = common.held_by(pids)
+    return {"anonymous_mib": found["anonymous_bytes"] // common.MIB, "threads": found["threads"], "descriptors": found["descriptors"]}
 
 
-class Deep:
-    """The run."""
+class Deep(Suite):
+    HEAD = ("process", "way", "out s", "left MiB", "back s", "first replay ms")
+    END_S = 15.0
+    FAILED = "{}"
 
-    def __init__(self, args: Any, result: Result, work: Path) -> None:
-        self.args, self.result, self.work = args, result, work
-        self.end = time.monotonic() + args.deadline - 15
+    def __init__(self, rows: Sequence[Row], args: Any, result: Result, work: Path) -> None:
+        super().__init__(rows, args, result, work)
         driver.call("cuInit", ctypes.c_uint(0))
         self.idle_mib = common.used_mib()
+        self.gpus = len(self.idle_mib)
         result.data["baseline"]["idle_mib"] = self.idle_mib[0]
-        self.rows: list[tuple[str, ...]] = [("process", "way", "out s", "left MiB", "back s", "first replay ms")]
-
-    def left_s(self) -> float:
-        """Until the job should have ended."""
-        return self.end - time.monotonic()
 
     def left_mib(self) -> int:
         """What is left of all processes, on the GPU that has most of it."""
         return max(used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True))
 
-    def start(self, label: str, role: str, tenant: str | None, turns: str = "", more: dict[str, str] | None = None) -> runner.Ranks:
-        """A process of this script; `more` is of its environment."""
-        script = [__file__, "--role", role]
-        env = {} if tenant is None else {"SUBLET_REQUIRED": "1"}
-        env |= more or {}
+    def begin(self, label: str, role: str, tenant: str | None, **env: str) -> runner.Ranks:
+        """A process of this script, with more of its environment."""
+        env |= {} if tenant is None else {"SUBLET_REQUIRED": "1"}
         if role in LIBRARIES:
             env["LD_LIBRARY_PATH"] = runner.cuda_libraries()
-        if turns:
-            env["SUBLET_TURNS"] = turns
-        return runner.Ranks(self.work, label, 1, script, launcher="alone", life_s=self.args.deadline, tenant=tenant, env=env)
-
-    def part(self, name: str, do: Callable[[], None]) -> None:
-        """Does a part of the run; if it fails, the next ones are done all the same."""
-        try:
-            do()
-        except JobError as error:
-            self.result.check(name, False, str(error))
-            common.stop_children()
-        self.result.save()
+        return self.start(label, [__file__, "--role", role], tenant, env=env)
 
     def act(self, *words: str) -> float:
         """A command that must succeed; its time."""
-        told = cli.sublet(*words, "--json", timeout_s=min(90, max(5, self.left_s())))
-        if told["exit"] != 0:
-            raise JobError(cli.say(told))
-        return float(told["wall_s"])
+        return float(self.command(*words)["wall_s"])
 
-    def cycle(self, label: str, tenant: str, way: str) -> tuple[float, int, float]:
-        """One pause and resume; how long each took, and what was left between."""
-        words = ["pause", tenant] if way == "plain" else ["pause", tenant, "--deep"]
-        out_s = self.act(*words)
+    def cycle(self, label: str, tenant: str, way: str) -> int:
+        """One pause and resume; what was left between."""
+        out_s = self.act("pause", tenant, *([] if way == "plain" else ["--deep"]))
         left = self.left_mib()
         back_s = self.act("resume", tenant)
         for name, value in (("out_s", out_s), ("left_mib", left), ("back_s", back_s)):
             self.result.sample(f"{label}_{way}_{name}", value)
-        return out_s, left, back_s
+        return left
 
-    def row(self, label: str, way: str) -> None:
-        """Adds the medians of `way`."""
-        samples = self.result.data["samples"]
+    def cycles(self, label: str, tenant: str, wanted: int, wrong: Callable[[], list[str]], keep_s: float) -> tuple[int, int, list[str]]:
+        """As many deep pauses as are wanted, or fit: how many, the most that was left, and what was wrong behind them."""
+        done, most, found = 0, 0, list[str]()
+        while done < wanted and self.left_s() > keep_s:
+            most = max(most, self.cycle(label, tenant, "deep"))
+            found += wrong()
+            done += 1
+        return done, most, sorted(set(found))
 
-        def middle(name: str, digits: int) -> str:
-            value = common.summarise(samples.get(f"{label}_{way}_{name}", []))["median"]
-            return "-" if value is None else f"{value:.{digits}f}"
+    def by_driver(self, pid: int, *steps: str, off_s: float = 0.0) -> dict[str, float]:
+        """The driver's own steps, on a process without Sublet; the seconds of each."""
+        took: dict[str, float] = {}
+        for step in steps:
+            if step == "restore":
+                time.sleep(off_s)
+            told = Checkpoints.step(step, pid, 30_000)
+            if told["code"] != 0:
+                raise JobError(f"the driver's {step} of a process without Sublet returned {told['code']}")
+            took[step] = told["seconds"]
+        return took
 
-        self.rows.append((label, way, middle("out_s", 2), middle("left_mib", 0), middle("back_s", 2), middle("first_ms", 1)))
+    def line(self, label: str, way: str) -> None:
+        """Adds the medians of `way` to the table."""
+        cells = (("out_s", 2), ("left_mib", 0), ("back_s", 2), ("first_ms", 1))
+        self.table.append((label, way, *(self.middle(f"{label}_{way}_{name}", digits) for name, digits in cells)))
+
+    def show(self) -> None:
+        """The last check, then the tables."""
+        after = self.left_mib()
+        self.result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
+        super().show()
+
+    # ------------------------------------------------------------ sizes
 
     def size(self, gib: float) -> None:
         """One size: the driver alone, then a tenant."""
         label = f"{gib:g}GiB"
         self.driver_alone(label, gib)
         tenant = f"deep-{label}-{os.getpid()}"
-        child = self.start(label, "holder", tenant)
-        self.result.data["versions"].update(child.call("hold", 90, gib=gib)[0] or {})
+        child = self.begin(label, "holder", tenant)
+        self.data["versions"].update(child.call("hold", 90, gib=gib)[0] or {})
         wrong = 0
         # The first pause of each way brings host memory in.
         self.act("pause", tenant)
@@ -315,30 +152,24 @@ class Deep:
             for way in WAYS:
                 if way == "rewritten":
                     child.call("rewrite", 60)
-                _, left, _ = self.cycle(label, tenant, way)
+                left = self.cycle(label, tenant, way)
                 told = child.call("same", 60)[0]
                 self.result.sample(f"{label}_{way}_first_ms", told["first_ms"])
                 wrong += not told["same"]
                 if way != "plain":
-                    what = f"{label}: {LEFT_MIB} MiB or less are left"
-                    self.result.check(what, left <= LEFT_MIB, f"{left} MiB")
+                    self.result.check(f"{label}: {LEFT_MIB} MiB or less are left", left <= LEFT_MIB, f"{left} MiB")
         self.result.check(f"{label}: contents and graph are the same after {len(WAYS) * ROUNDS} pauses", wrong == 0, f"{wrong} wrong")
         child.close()
         for way in ("driver", *WAYS):
-            self.row(label, way)
+            self.line(label, way)
 
     def driver_alone(self, label: str, gib: float) -> None:
         """The driver's own calls, on the same program without Sublet."""
-        child = self.start(f"driver-{label}", "holder", None)
+        child = self.begin(f"driver-{label}", "holder", None)
         child.call("hold", 90, gib=gib)
-        took: dict[str, float] = {}
-        for step in ("lock", "checkpoint", "restore", "unlock"):
-            told = Checkpoints.step(step, child.pids[0], 30_000)
-            if told["code"] != 0:
-                raise JobError(f"the driver's {step} of a process without Sublet returned {told['code']}")
-            took[step] = told["seconds"]
-            if step == "checkpoint":
-                self.result.sample(f"{label}_driver_left_mib", self.left_mib())
+        took = self.by_driver(child.pids[0], "lock", "checkpoint")
+        self.result.sample(f"{label}_driver_left_mib", self.left_mib())
+        took |= self.by_driver(child.pids[0], "restore", "unlock")
         self.result.sample(f"{label}_driver_out_s", took["lock"] + took["checkpoint"])
         self.result.sample(f"{label}_driver_back_s", took["restore"] + took["unlock"])
         told = child.call("same", 60)[0]
@@ -346,39 +177,40 @@ class Deep:
         self.result.check(f"{label}: the driver alone brings the same back", told["same"])
         child.close()
 
+    # ------------------------------------------------------------ shared memory, kills, deaths
+
     def shared(self) -> None:
         """Two processes that share a tensor."""
         label, tenant = "shared", f"deep-shared-{os.getpid()}"
-        child = self.start(label, "owner", tenant)
+        child = self.begin(label, "owner", tenant)
         child.call("share", 90)
-        wrong, most, done = int(not child.call("same", 60)[0]), 0, 0
-        keep_s = 60 if self.args.kills or self.args.deaths else 25
-        while done < self.args.cycles and self.left_s() > keep_s:
-            _, left, _ = self.cycle(label, tenant, "deep")
-            wrong += not child.call("same", 60)[0]
-            most, done = max(most, left), done + 1
+
+        def wrong_now() -> list[str]:
             for what, amount in held(child.process.pid).items():
                 self.result.sample(f"shared_{what}", amount)
+            return [] if child.call("same", 60)[0] else ["contents"]
+
+        first = child.call("same", 60)[0]
+        keep_s = 60 if self.args.kills or self.args.deaths else 25
+        done, most, wrong = self.cycles(label, tenant, self.args.cycles, wrong_now, keep_s)
         self.flat(label)
         self.result.check(f"two processes that share memory: {self.args.cycles} cycles", done == self.args.cycles, f"{done} done")
-        self.result.check("each sees what the other has written after each", wrong == 0, f"{wrong} wrong")
+        self.result.check("each sees what the other has written after each", first and not wrong, ", ".join(wrong) or "0 wrong")
         self.result.check(f"{LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
-        self.row(label, "deep")
+        self.line(label, "deep")
         self.kills(child, tenant)
         child.close()
         self.deaths()
 
     def flat(self, label: str) -> None:
         """Do the last tenth of the cycles hold what the first tenth held? What both took is printed."""
-        samples = self.result.data["samples"]
         share = max(1, self.args.cycles // 10)
         for what, limit in GROWTH_MAX.items():
-            values = samples.get(f"{label}_{what}", [])
-            if len(values) >= 2 * share:
-                first, last = min(values[:share]), min(values[-share:])
-                self.result.check(f"{what} of the processes are flat", last - first <= limit, f"{first} then {last}, most {max(values)}")
+            if len(self.samples(f"{label}_{what}")) >= 2 * share:
+                grown, detail = common.growth(self.samples(f"{label}_{what}"), share)
+                self.result.check(f"{what} of the processes are flat", grown <= limit, detail)
         for what in ("out_s", "back_s"):
-            values = samples.get(f"{label}_deep_{what}", [])
+            values = self.samples(f"{label}_deep_{what}")
             if len(values) >= 2 * share:
                 first, last = (common.summarise(part)["median"] for part in (values[:share], values[-share:]))
                 self.result.note(f"{label} {what}: the first {share} took {first:.3f} s each, the last {share} {last:.3f} s (medians)")
@@ -386,21 +218,16 @@ class Deep:
     def kills(self, child: runner.Ranks, tenant: str) -> None:
         """Commands are killed; the same command once more finds a way on."""
         instants = random.Random(self.args.seed)
-        samples = self.result.data["samples"]
-        summary = {name: common.summarise(samples.get(f"shared_deep_{name}", [])) for name in ("out_s", "back_s")}
+        usual_s = {name: float(self.median(f"shared_deep_{name}") or 1) for name in ("out_s", "back_s")}
         wrong, in_time, done = 0, 0, 0
         for number in range(self.args.kills):
             if self.left_s() < 30:
                 break
             name, words = (("out_s", ("pause", tenant, "--deep")), ("back_s", ("resume", tenant)))[number % 2]
-            told = cli.killed(*words, after_s=instants.uniform(0, float(summary[name]["median"] or 1)))
+            told = cli.killed(*words, after_s=instants.uniform(0, usual_s[name]))
             in_time += not told["ended_before"]
             self.result.sample(f"shared_killed_{name}", self.act(*words))
-            if name == "back_s":
-                wrong += not child.call("same", 60)[0]
-            else:
-                left = self.left_mib()
-                wrong += left > LEFT_MIB
+            wrong += not child.call("same", 60)[0] if name == "back_s" else self.left_mib() > LEFT_MIB
             done += 1
         what = f"{self.args.kills} commands killed, the same command then succeeds, contents right, {LEFT_MIB} MiB or less left"
         self.result.check(what, wrong == 0 and done == self.args.kills, f"{done} done, {in_time} before they had ended, {wrong} wrong")
@@ -408,7 +235,7 @@ class Deep:
     def deaths(self) -> None:
         """Of the two that share, the reader is killed: in a deep pause, while it is frozen, in a resume."""
         tenant = f"deep-deaths-{os.getpid()}"
-        child = self.start("deaths", "owner", tenant)
+        child = self.begin("deaths", "owner", tenant)
         instants = random.Random(self.args.seed)
         wrong, done = 0, 0
         for number in range(self.args.deaths):
@@ -435,10 +262,12 @@ class Deep:
         self.result.check(what, wrong == 0 and done == self.args.deaths, f"{done} done, {wrong} wrong")
         child.close()
 
+    # ------------------------------------------------------------ what a plain pause leaves in place
+
     def kept(self) -> None:
         """What a plain pause leaves in place comes back with the contexts."""
         tenant = f"deep-kept-{os.getpid()}"
-        child = self.start("kept", "kept", tenant)
+        child = self.begin("kept", "kept", tenant)
         child.call("make", 60)
         self.act("pause", tenant)
         mib = self.left_mib()
@@ -448,20 +277,16 @@ class Deep:
         told_mib = sum(gpu["bytes"] for left in told for process in left for gpu in process["gpus"]) // common.MIB
         what = "what ps says that a plain pause leaves is what nvidia-smi shows, or it knows the process by another id"
         self.result.check(what, told_mib == 0 or abs(told_mib - mib) <= mib // 10, f"{told_mib} of {mib} MiB")
-        wrong, most = [], 0
-        for _ in range(ROUNDS):
-            _, left, _ = self.cycle("kept", tenant, "deep")
-            wrong += child.call("wrong", 60)[0]
-            most = max(most, left)
+        _, most, wrong = self.cycles("kept", tenant, ROUNDS, lambda: list(child.call("wrong", 60)[0]), 0.0)
         what = "small plain memory, memory of a stream, of a graph, of another context, an array, a green context, and host memory come back"
-        self.result.check(what, not wrong, ", ".join(sorted(set(wrong))))
+        self.result.check(what, not wrong, ", ".join(wrong))
         self.result.check(f"{LEFT_MIB} MiB or less are left of it", most <= LEFT_MIB, f"at most {most} MiB")
         child.close()
 
     def event(self) -> None:
         """An event of one process that another has open."""
         tenant = f"deep-event-{os.getpid()}"
-        child, other = (self.start(label, "kept", tenant) for label in ("event", "event-other"))
+        child, other = (self.begin(label, "kept", tenant) for label in ("event", "event-other"))
         for each in (child, other):
             each.call("make", 60)
         other.call("open_event", 30, handle=child.call("share_event", 30)[0])
@@ -472,16 +297,18 @@ class Deep:
         for each in (other, child):
             each.close()
 
+    # ------------------------------------------------------------ several tenants
+
     def many(self) -> None:
         """Tenants whose contexts do not fit together take turns."""
         args, names = self.args, [f"deep-{number}-{os.getpid()}" for number in range(self.args.tenants)]
-        outside = self.start("outside", "plain", None)
+        outside = self.begin("outside", "plain", None)
         free_gib = outside.call("leave", 60, gib=args.room_gib)[0]
-        self.result.data["baseline"]["room_gib"] = free_gib
+        self.data["baseline"]["room_gib"] = free_gib
         children: list[runner.Ranks] = []
         for name in names:
             began = time.monotonic()
-            children.append(self.start(name, "plain", name, turns="auto,deep"))
+            children.append(self.begin(name, "plain", name, SUBLET_TURNS="auto,deep"))
             children[-1].call("hold", 90, gib=args.tenant_gib)
             self.result.sample("start_s", time.monotonic() - began)
         what = f"{len(names)} tenants of {args.tenant_gib:g} GiB are all there, with room for {free_gib:.1f} GiB"
@@ -494,16 +321,14 @@ class Deep:
             wrong += not children[number % len(names)].call("same", 60)[0]
         for child in children:
             wrong += not child.call("same", 60)[0]
-        took = common.summarise(self.result.data["samples"].get("switch_s", []))
+        took = common.summarise(self.samples("switch_s"))
         every = args.rounds * len(names)
         self.result.check(f"{every} switches from one to the next, all hold what they held", wrong == 0 and took["count"] == every, f"{took}")
         states = cli.sublet("ps", "--json", timeout_s=30)
-        deep = sum(
-            member["member"]["state"] == "deep" for tenant in cli.tenants(states) for member in tenant["members"]
-        )
+        deep = sum(member["member"]["state"] == "deep" for tenant in cli.tenants(states) for member in tenant["members"])
         self.result.check("contexts of some are away", deep > 0, f"{deep} of {len(names)}")
-        self.rows = [("tenants", "switch median s", "p99 s", "deep at the end")]
-        self.rows.append((str(len(names)), f"{took['median'] or 0:.2f}", f"{took['p99'] or 0:.2f}", str(deep)))
+        self.table = [("tenants", "switch median s", "p99 s", "deep at the end")]
+        self.table.append((str(len(names)), f"{took['median'] or 0:.2f}", f"{took['p99'] or 0:.2f}", str(deep)))
         # One that is frozen does not hear that it is to end.
         for name, child in zip(names, children, strict=True):
             self.act("switch", name, "--wait", "30s")
@@ -513,10 +338,10 @@ class Deep:
     def swap(self) -> None:
         """Two tenants that change places, deep."""
         names = [f"deep-{name}-{os.getpid()}" for name in ("one", "two")]
-        children = [self.start("one", "holder", names[0])]
+        children = [self.begin("one", "holder", names[0])]
         children[0].call("hold", 90, gib=4.0)
         self.act("pause", names[0], "--deep")
-        children.append(self.start("two", "holder", names[1]))
+        children.append(self.begin("two", "holder", names[1]))
         children[1].call("hold", 90, gib=4.0)
         wrong, leaves = 0, names[0]
         for number in range(4):
@@ -529,42 +354,144 @@ class Deep:
         for child in children:
             child.close()
 
+    # ------------------------------------------------------------ libraries, another GPU, MPS
+
+    def library(self, name: str) -> None:
+        """A process of a library."""
+        self.needs(name)
+        tenant, wanted = f"deep-{name}-{os.getpid()}", self.args.library_cycles
+        child = self.begin(name, name, tenant)
+        versions = child.call("hold", 120, gib=self.args.library_gib)[0]
+        self.data["versions"].update(versions)
+        try:
+            done, most, wrong = self.cycles(name, tenant, wanted, lambda: list(child.call("same", 90)[0]), 30.0)
+        except JobError as error:
+            raise JobError(f"cycle {len(self.samples(f'{name}_deep_out_s')) + 1}: {error}; the process: {child.tail()}") from error
+        said = " ".join(f"{library} {version}" for library, version in versions.items())
+        what = f"{said}, {self.args.library_gib:g} GiB: contents and results have the same bits after each of {wanted} deep pauses"
+        self.result.check(what, not wrong and done == wanted, f"{done} done; wrong: {', '.join(wrong) or 'none'}")
+        self.result.check(f"{said}: {LEFT_MIB} MiB or less are left after each", most <= LEFT_MIB, f"at most {most} MiB")
+        self.line(name, "deep")
+        child.close()
+
+    def needs(self, name: str) -> None:
+        """Ends a row whose library is not there, or that has no time."""
+        missing = not is_there(LIBRARIES[name].NEEDS)
+        if missing or self.left_s() < 60:
+            raise NotRun("it is not installed" if missing else "no time is left")
+
+    def library_of_driver(self, name: str) -> None:
+        """The same without Sublet, by the driver's own calls."""
+        child = self.begin(f"driver-{name}", name, None)
+        child.call("hold", 120, gib=1.0)
+        wrong, done = set[str](), 0
+        while done < self.args.library_cycles and self.left_s() > 30:
+            try:
+                self.by_driver(child.pids[0], "lock", "checkpoint", "restore", "unlock", off_s=OFF_S)
+            except JobError as error:
+                raise JobError(f"number {done + 1}: {error}: {child.why()}") from error
+            wrong |= set(child.call("same", 90)[0])
+            done += 1
+        what = f"{name} without Sublet: {self.args.library_cycles} checkpoints by the driver"
+        self.result.check(what, not wrong and done == self.args.library_cycles, f"{done} done; wrong: {', '.join(sorted(wrong)) or 'none'}")
+        child.close()
+
+    def other_gpu(self) -> None:
+        """Once: does the driver bring a process back on another GPU? What it says is no verdict on a product that does not ask it."""
+        count = self.gpus
+        if count < 2:
+            raise NotRun("there is one GPU")
+        tenant = f"deep-other-{os.getpid()}"
+        child = self.begin("other", "plain", tenant)
+        child.call("hold", 60, gib=1.0)
+        self.act("pause", tenant, "--deep")
+        changed = {0: 1, 1: 0, **{gpu: gpu for gpu in range(2, count)}}
+        same = {gpu: gpu for gpu in range(count)}
+        ways = {"the pair 0 to 1": {0: 1}, "0 and 1 change places": changed, "each GPU to itself": same, "the pair 0 to 0": {0: 0}}
+        for what, places in ways.items():
+            said = restore_on(child.pids[0], places)
+            self.result.note(f"cuCheckpointProcessRestore, {what}: {said}")
+            self.data["baseline"][f"restore: {what}"] = said
+            if said.startswith("0 "):
+                break
+        self.act("resume", tenant)
+        now = [used - idle for used, idle in zip(common.used_mib(), self.idle_mib, strict=True)]
+        contents = "the same" if child.call("same", 60)[0] else "WRONG"
+        self.result.note(f"other_gpu: after the resume {now} MiB are used on the GPUs, contents are {contents}")
+        child.close()
+
+    def under_mps(self) -> None:
+        """A process under MPS is refused by name before anything moves, and is paused plainly. What the driver alone says to it is written down."""
+        control = shutil.which("nvidia-cuda-mps-control")
+        if control is None or self.left_s() < 60:
+            raise NotRun("there is no nvidia-cuda-mps-control" if control is None else "no time is left")
+        folder = self.work / "mps"
+        folder.mkdir()
+        place = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+        subprocess.run([control, "-d"], env={**os.environ, **place}, timeout=20, check=True)
+        try:
+            tenant = f"deep-mps-{os.getpid()}"
+            child = self.begin("mps", "holder", tenant, **place)
+            child.call("hold", 90, gib=1.0)
+            told = cli.sublet("pause", tenant, "--deep", timeout_s=30)
+            said = cli.say(told)
+            self.result.check("under MPS a deep pause is refused by name", told["exit"] != 0 and "MPS" in said, said)
+            self.act("pause", tenant)
+            self.act("resume", tenant)
+            self.result.check("a process under MPS holds the same after a plain pause", child.call("same", 60)[0]["same"])
+            child.close()
+            alone = self.begin("driver-mps", "holder", None, **place)
+            alone.call("hold", 90, gib=1.0)
+            codes = {step: Checkpoints.step(step, alone.pids[0], 10_000)["code"] for step in ("lock", "checkpoint")}
+            self.result.note(f"mps: without Sublet the driver returned {codes}")
+            for step in ("restore", "unlock"):
+                Checkpoints.step(step, alone.pids[0], 10_000)
+            alone.close()
+        finally:
+            self.stop()
+            subprocess.run([control], input="quit -t 5\n", text=True, env={**os.environ, **place}, timeout=20, check=False)
+
+
+#: The rows that run unless others are named, and those that run only if they are. `sizes` is one for each size.
+ROWS = (Row("sizes", Deep.size), Row("swap", Deep.swap), Row("kept", Deep.kept), Row("event", Deep.event), Row("shared", Deep.shared))
+MORE_ROWS = (
+    *(Row(name, lambda deep, name=name: deep.library(name)) for name in LIBRARIES),
+    *(Row(f"driver_{name}", lambda deep, name=name: deep.library_of_driver(name)) for name in LIBRARIES),
+    Row("other_gpu", Deep.other_gpu),
+    Row("mps", Deep.under_mps),
+    Row("calls", calls),
+)
+NAMES = tuple(row.name for row in (*ROWS, *MORE_ROWS))
+
+parse = options(
+    __doc__, 560, gib=("0.5,16,48", "sizes of the processes, by comma"),
+    rows=(",".join(row.name for row in ROWS), f"what to run, by comma: {','.join(NAMES)}"),
+    library_cycles=(20, "deep pauses of each library's process"), library_gib=(4.0, "what each of them holds"),
+    cycles=(200, "deep pauses of two processes that share memory"), kills=(40, "commands to kill, pauses and resumes by turns"),
+    deaths=(6, "processes to kill that share memory with another"), seed=(1, "of the instants at which commands are killed"),
+    tenants=(0, "tenants that take turns, instead of all else"), tenant_gib=(4.0, "what each of them holds"),
+    room_gib=(6.5, "what is free for all of them together"), rounds=(6, "how often each of them has its turn"), role=role_of(*ROLES),
+)
+
 
 def body(args: Any, result: Result, work: Path) -> None:
     """All of it, then the table."""
     if not Checkpoints.present():
         raise JobError("this driver has no cuCheckpointProcess functions: it must be 570 or newer")
-    sizes = [float(size) for size in args.gib.split(",") if size]
-    rows = args.rows.split(",")
-    unknown = set(rows) - {*ROWS, *MORE_ROWS}
+    named = {row.name: [row] for row in (*ROWS, *MORE_ROWS)}
+    sizes = [float(size) for size in words_of(args.gib)]
+    named["sizes"] = [Row(f"{gib:g} GiB", lambda deep, gib=gib: deep.size(gib)) for gib in sizes]
+    unknown = set(words_of(args.rows)) - set(named)
     if unknown:
-        raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join((*ROWS, *MORE_ROWS))}")
-    deep = Deep(args, result, work)
-    more: dict[str, Callable[[], None]] = {"other_gpu": functools.partial(other_gpu, deep), "mps": functools.partial(under_mps, deep), "calls": functools.partial(calls, deep)}
-    for name in LIBRARIES:
-        more |= {name: functools.partial(library, deep, name), f"driver_{name}": functools.partial(library_of_driver, deep, name)}
-    parts: dict[str, Callable[[], None]] = {}
+        raise JobError(f"no row is named {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    rows = [row for name in words_of(args.rows) for row in named[name]]
+    largest_gib = max([4.0, *(sizes if "sizes" in words_of(args.rows) else [])])
     if args.tenants:
-        common.touch_host_memory(1.3 * args.tenants * args.tenant_gib)
-        parts["many"] = deep.many
-    else:
-        common.touch_host_memory(1.3 * max([4.0, *(sizes if "sizes" in rows else [])]))
-        for gib in sizes if "sizes" in rows else []:
-            parts[f"{gib:g} GiB"] = functools.partial(deep.size, gib)
-        for row in rows:
-            if row != "sizes":
-                parts[row] = more[row] if row in more else getattr(deep, row)
-    for name, part in parts.items():
-        deep.part(name, part)
-    after = deep.left_mib()
-    result.check("nothing is left at the end", after <= LEFT_MIB, f"{after} MiB")
-    runner.verdicts(result)
-    print()
-    runner.table(deep.rows)
+        rows, largest_gib = [Row("many", Deep.many)], args.tenants * args.tenant_gib
+    deep = Deep(rows, args, result, work)
+    common.touch_host_memory(1.3 * largest_gib)
+    deep.run(rows)
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        serve(options.role)
-    sys.exit(common.run_job(options, "deep", body))
+    main(parse, "deep", body, ROLES)

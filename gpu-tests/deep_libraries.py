@@ -55,7 +55,6 @@ class Held:
         raise NotImplementedError
 
     def change(self) -> None:
-        """Changes all contents."""
         raise NotImplementedError
 
     def sums(self) -> list[bytes]:
@@ -89,7 +88,6 @@ class Jax(Held):
     NEEDS = "jax"
 
     def make(self, words: int) -> str:
-        """See `Held`."""
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0")
         import jax
@@ -115,15 +113,12 @@ class Jax(Held):
         return str(jax.__version__)
 
     def change(self) -> None:
-        """See `Held`."""
         self.arrays = [self.changed(array) for array in self.arrays]
 
     def sums(self) -> list[bytes]:
-        """See `Held`."""
         return [self.numpy.asarray(self.summed(array)).tobytes() for array in self.arrays]
 
     def compute(self) -> list[bytes]:
-        """See `Held`."""
         return [self.numpy.asarray(self.layers(self.x, self.weights)).tobytes()]
 
 
@@ -139,7 +134,6 @@ class CuPy(Held):
     """
 
     def make(self, words: int) -> str:
-        """See `Held`."""
         import cupy
 
         self.cupy = cupy
@@ -161,17 +155,14 @@ class CuPy(Held):
             self.kernel((256,), (256,), (array, self.cupy.uint64(array.size)))
 
     def change(self) -> None:
-        """See `Held`."""
         self.graph.launch(self.stream)
         self.stream.synchronize()
 
     def sums(self) -> list[bytes]:
-        """See `Held`."""
         cupy = self.cupy
         return [cupy.asnumpy(array.reshape(-1, ROW_WORDS).sum(axis=1, dtype=cupy.uint64)).tobytes() for array in self.arrays]
 
     def compute(self) -> list[bytes]:
-        """See `Held`."""
         return [self.cupy.asnumpy(self.matrix @ self.matrix).tobytes()]
 
 
@@ -181,7 +172,6 @@ class Graphs(Held):
     NEEDS = "torch"
 
     def make(self, words: int) -> str:
-        """See `Held`."""
         import torch
 
         self.torch = torch
@@ -208,17 +198,15 @@ class Graphs(Held):
         return str(torch.__version__)
 
     def change(self) -> None:
-        """See `Held`."""
         for graph in self.graphs:
             graph.replay()
         self.torch.cuda.synchronize()
 
     def sums(self) -> list[bytes]:
-        """See `Held`."""
         return [array.view(-1, ROW_WORDS // 2).sum(dim=1).cpu().numpy().tobytes() for array in self.arrays]
 
     def compute(self) -> list[bytes]:
-        """See `Held`. What the graphs that multiply have left, once each is replayed into zeros."""
+        """What the graphs that multiply have left, once each is replayed into zeros."""
         for product in self.products:
             product.zero_()
         for graph in self.graphs[1::2]:

@@ -1,15 +1,124 @@
-"""Processes of the deep suites that hold memory of the driver's, without torch."""
+"""Processes of the deep suites that hold memory: by torch, shared with another process, and by the driver alone."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import time
 from typing import Any
 
 import common
 import driver
+import runner
 from common import JobError
+
+
+class Holder:
+    """Tensors and a graph, and what their sums are."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+        self.graph: Any = None
+        self.total: Any = None
+        self.wanted: list[float] = []
+
+    def hold(self, gib: float) -> dict[str, Any]:
+        """Makes them."""
+        import torch
+
+        numbers = torch.Generator(device="cuda")
+        numbers.manual_seed(7)
+        words = int(gib * common.GIB / 8 / 8)
+        self.tensors = [
+            torch.empty(words, dtype=torch.float64, device="cuda").uniform_(generator=numbers) for _ in range(8)
+        ]
+        matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.total = torch.mm(matrix, matrix).sum()
+        self.wanted = self._sums()
+        return runner.versions()
+
+    def _sums(self) -> list[float]:
+        import torch
+
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return [tensor.sum().item() for tensor in self.tensors] + [self.total.item()]
+
+    def rewrite(self) -> None:
+        """Every word changes its sign."""
+        import torch
+
+        for tensor in self.tensors:
+            tensor.neg_()
+        torch.cuda.synchronize()
+        self.wanted = [-total for total in self.wanted[:-1]] + self.wanted[-1:]
+
+    def same(self) -> dict[str, Any]:
+        """Are the graph's result and all sums as at first, and how long did the first replay take?"""
+        import torch
+
+        began = time.perf_counter()
+        self.graph.replay()
+        torch.cuda.synchronize()
+        first_ms = 1000 * (time.perf_counter() - began)
+        return {"same": self._sums() == self.wanted, "first_ms": first_ms}
+
+
+def reader(inbox: Any, outbox: Any) -> None:
+    """The process that shares the owner's tensor: says its sum each time, and adds 1."""
+    runner.begin(540)
+    import torch
+
+    tensor = inbox.get()
+    outbox.put(os.getpid())
+    while inbox.get():
+        total = int(tensor.sum().item())
+        tensor.add_(1)
+        torch.cuda.synchronize()
+        outbox.put(total)
+
+
+class Owner:
+    """The process that made it."""
+
+    def __init__(self) -> None:
+        self.queues: Any = None
+        self.tensor: Any = None
+        self.child: Any = None
+
+    def share(self) -> list[int]:
+        """Starts the other one; both process ids."""
+        import torch
+        import torch.multiprocessing as processes
+
+        context = processes.get_context("spawn")
+        self.queues = context.SimpleQueue(), context.SimpleQueue()
+        if self.tensor is None:
+            self.tensor = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
+        self.child = context.Process(target=reader, args=self.queues, daemon=True)
+        self.child.start()
+        self.queues[0].put(self.tensor)
+        return [os.getpid(), self.queues[1].get()]
+
+    def first_last(self) -> list[int]:
+        """What its tensor begins and ends with; nobody writes it then."""
+        return [int(self.tensor[at].item()) for at in (0, -1)]
+
+    def same(self) -> bool:
+        """Does each see what the other has written?"""
+        import torch
+
+        self.tensor.add_(1)
+        torch.cuda.synchronize()
+        before = int(self.tensor.sum().item())
+        self.queues[0].put(True)
+        seen = self.queues[1].get()
+        return bool(seen == before and int(self.tensor.sum().item()) == before + self.tensor.numel())
 
 
 class Plain:
@@ -70,7 +179,6 @@ class Kept:
         self.event = ctypes.c_void_p()
 
     def make(self) -> None:
-        """Makes all of it."""
         self.driver = driver.Driver(only=0)
         self.primary = self.driver.contexts[0]
         self.stream, self.graph = ctypes.c_void_p(), ctypes.c_void_p()
@@ -174,8 +282,6 @@ class Kept:
         return bytes(handle).hex()
 
     def open_event(self, handle: str) -> None:
-        """Opens it."""
-
         class Handle(ctypes.Structure):
             _fields_ = (("reserved", ctypes.c_char * 64),)
 

@@ -21,12 +21,10 @@ of 119 GiB; a deep one takes 0.5 s more. A start of an engine takes 20 to 50 s, 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,67 +37,44 @@ import engines_verl
 import runner
 from common import JobError, Result
 from engines_tools import PROGRAMS, Context
-from training_run import gpu_count
-
-NOT_RUN = "NOT RUN: "
-#: Seconds that must be left, or a row is not begun.
-ROW_S_MIN = 60.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """A question about an engine."""
-
-    name: str
-    #: Modules that must be there.
-    needs: tuple[str, ...]
-    run: Callable[[Context], None]
-    limit_s: float = 240.0
-    gpus_min: int = 1
-
+from suite import RecordedSuite, Row, main, options
 
 VLLM = ("torch", "transformers", "vllm")
 ROWS = (
-    Row("offline_fork", VLLM, engines_offline.offline_fork, 330),
-    Row("offline_spawn", VLLM, engines_offline.offline_spawn, 330),
-    Row("offline_uncached", VLLM, engines_offline.variant_row("uncached"), 270),
-    Row("offline_lora", VLLM, engines_offline.variant_row("lora"), 270),
-    Row("offline_ngram", VLLM, engines_offline.variant_row("ngram"), 270),
-    Row("serve_streams", VLLM, engines_serve.serve_streams, 420),
-    Row("sleep", VLLM, engines_offline.sleep, 330),
-    Row("two_servers", VLLM, engines_serve.two_servers, 560),
-    Row("tp2", VLLM, engines_offline.tp2, 360, gpus_min=2),
-    Row("sglang", ("torch", "transformers", "sglang", "sgl_kernel"), engines_serve.sglang, 400),
-    Row("grpo_trl", (*VLLM, "trl", "datasets", "accelerate"), engines_train.grpo_trl, 570),
-    Row("grpo_two", (*VLLM, "trl", "datasets", "accelerate"), engines_train.grpo_two, 570, gpus_min=2),
-    Row("verl", (*VLLM, "verl", "ray", "transfer_queue", "pyarrow"), engines_verl.verl, 570),
-    Row("zero3", ("torch", "deepspeed"), engines_train.zero3, 240, gpus_min=2),
-    Row("megatron", ("torch", "megatron.core"), engines_train.megatron, 240, gpus_min=2),
+    Row("offline_fork", engines_offline.offline_fork, VLLM, limit_s=330),
+    Row("offline_spawn", engines_offline.offline_spawn, VLLM, limit_s=330),
+    Row("offline_uncached", engines_offline.variant_row("uncached"), VLLM, limit_s=270),
+    Row("offline_lora", engines_offline.variant_row("lora"), VLLM, limit_s=270),
+    Row("offline_ngram", engines_offline.variant_row("ngram"), VLLM, limit_s=270),
+    Row("serve_streams", engines_serve.serve_streams, VLLM, limit_s=420),
+    Row("sleep", engines_offline.sleep, VLLM, limit_s=330),
+    Row("two_servers", engines_serve.two_servers, VLLM, limit_s=560),
+    Row("tp2", engines_offline.tp2, VLLM, gpus_min=2, limit_s=360),
+    Row("sglang", engines_serve.sglang, ("torch", "transformers", "sglang", "sgl_kernel"), limit_s=400),
+    Row("grpo_trl", engines_train.grpo_trl, (*VLLM, "trl", "datasets", "accelerate"), limit_s=570),
+    Row("grpo_two", engines_train.grpo_two, (*VLLM, "trl", "datasets", "accelerate"), gpus_min=2, limit_s=570),
+    Row("verl", engines_verl.verl, (*VLLM, "verl", "ray", "transfer_queue", "pyarrow"), limit_s=570),
+    Row("zero3", engines_train.zero3, ("torch", "deepspeed"), gpus_min=2, limit_s=240),
+    Row("megatron", engines_train.megatron, ("torch", "megatron.core"), gpus_min=2, limit_s=240),
+)
+
+parse = options(
+    __doc__, 560, rows=("", "only rows with one of these words in their names, by comma"), seed=(1, "of the instants"),
+    size=("1.7b", "of the model, as engine_model.py names it"),
+    grpo_modes=("", "only these modes of grpo_trl, grpo_two and verl, by comma"), sglang_attention=("triton", "SGLang's attention"),
 )
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=560)
-    parser.add_argument("--rows", default="", help="only rows with one of these words in their names, by comma")
-    parser.add_argument("--seed", type=int, default=1, help="of the instants")
-    parser.add_argument("--size", default="1.7b", help="of the model, as engine_model.py names it")
-    parser.add_argument("--grpo-modes", default="", help="only these modes of grpo_trl, grpo_two and verl, by comma")
-    parser.add_argument("--sglang-attention", default="triton", help="SGLang's attention")
-    return parser.parse_args(argv)
-
-
-class Engines(runner.Rows):
+class Engines(RecordedSuite):
     """All rows, one after the other."""
 
-    def __init__(self, rows: Sequence[Row], args: argparse.Namespace, result: Result, work: Path) -> None:
-        self.rows, self.args, self.result, self.work = rows, args, result, work
-        self.gpus = gpu_count(args.gpus)
-        self.began = time.monotonic()
+    HEAD = ("row", "ok", "seconds", "what")
+    LEAST_S = 60.0
+
+    def __init__(self, rows: Sequence[Row], args: Any, result: Result, work: Path) -> None:
+        super().__init__(rows, args, result, work)
         self.references: dict[Any, Any] = {}
-        self.table: list[tuple[str, ...]] = [("row", "ok", "seconds", "what")]
         self.current: Context | None = None
-        result.data["rows"] = {}
         result.data["versions"].update(engines_tools.versions())
         common.at_deadline(self.expired)
 
@@ -109,56 +84,34 @@ class Engines(runner.Rows):
             self.current.record.note(reason)
             self.current.record.finish("deadline")
 
-    def one(self, row: Row) -> None:
-        """A row; whatever becomes of it, the next has its turn."""
-        absent = [name for name in row.needs if not engines_tools.importable(name)]
-        if absent:
-            self.not_run(row, f"no {' and no '.join(absent)} here")
-        elif self.gpus < row.gpus_min:
-            self.not_run(row, f"it wants {row.gpus_min} GPUs, and {self.gpus} is here")
-        elif self.left_s() < ROW_S_MIN:
-            self.result.check(f"{row.name}: had its turn", False, f"{self.left_s():.0f} s were left")
-            self.table.append((row.name, "FAIL", "-", "no time was left"))
-        else:
-            self.watch(row)
+    def line(self, row: Row, ok: str, what: str, seconds: str = "-") -> None:
+        self.table.append((row.name, ok, seconds, what))
 
     def watch(self, row: Row) -> None:
         """Runs a row, which has a record of its own."""
-        common.log(f"---- {row.name}")
         work = self.work / row.name
         work.mkdir()
         began = time.monotonic()
         record = Result(self.args.out, f"engines_{row.name}", {"row": row.name, "gpus": row.gpus_min, "size": self.args.size})
         record.data["versions"].update(engines_tools.versions())
         self.current = ctx = Context(self, row.name, min(row.limit_s, self.left_s()), record, work)
-        try:
-            row.run(ctx)
-        except JobError as error:
-            record.check("the row came to its end", False, str(error))
-        except Exception as error:
-            record.check("the row came to its end", False, f"{type(error).__name__}: {error}")
-        finally:
-            ctx.stop()
-            self.current = None
-            for path in work.glob("*.log"):
-                path.replace(self.work / f"{row.name}-{path.name}")
+
+        def body() -> None:
+            try:
+                row.run(ctx)
+            finally:
+                ctx.stop()
+                self.current = None
+
+        wrong = self.play(record, work, body)
         record.finish()
-        wrong = [entry for entry in record.data["checks"] if not entry["passed"]]
         for entry in wrong:
             self.result.check(f"{row.name}: {entry['what']}", False, entry["detail"])
         if not wrong:
             self.result.check(f"{row.name}: {len(record.data['checks'])} checks", True)
-        self.result.data["rows"][row.name] = {"status": record.data["status"], "record": record.name}
-        seconds = f"{time.monotonic() - began:.0f}"
+        self.data["rows"][row.name] = {"status": record.data["status"], "record": record.name}
         said = f"{wrong[0]['what']}: {wrong[0]['detail']}"[:110] if wrong else f"{len(record.data['checks'])} checks"
-        self.table.append((row.name, "FAIL" if wrong else "ok", seconds, said))
-
-    def not_run(self, row: Row, why: str) -> None:
-        """A row that this machine cannot run."""
-        self.result.data["rows"][row.name] = {"status": "not run", "why": why}
-        self.result.note(f"{row.name}: {NOT_RUN}{why}")
-        print(f"{NOT_RUN}{row.name}: {why}", flush=True)
-        self.table.append((row.name, "-", "-", f"{NOT_RUN}{why}"))
+        self.line(row, "FAIL" if wrong else "ok", said, f"{time.monotonic() - began:.0f}")
 
     # ------------------------------------------------------------ what rows share
 
@@ -185,11 +138,9 @@ class Engines(runner.Rows):
         return folder
 
     def adapter(self) -> Path:
-        """The folder of the adapter."""
         self.model(1)
         return self.work / "adapter"
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "engines", lambda *given: Engines(ROWS, *given).run()))
+    main(parse, "engines", lambda *given: Engines(ROWS, *given).run())

@@ -20,6 +20,7 @@ import cli
 import common
 import runner
 from common import JobError, Result
+from suite import is_there
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 #: Packages whose versions a record names.
@@ -43,14 +44,6 @@ def number_of(gpu: int) -> int:
     """The machine's number of a GPU, by its number among those that this run may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return int(visible.split(",")[gpu]) if visible else gpu
-
-
-def importable(module: str) -> bool:
-    """Whether Python finds this module."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def versions() -> dict[str, str]:
@@ -171,7 +164,7 @@ class Context:
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
-        if not importable("flashinfer"):
+        if not is_there("flashinfer"):
             given["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         return {**given, **(more or {})}
 

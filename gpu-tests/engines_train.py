@@ -8,8 +8,9 @@ from typing import Any
 import anytime_job
 from common import JobError
 from engines_tools import PROGRAMS, Context, setting, short
-from strangers_job import NotRunError, Stranger
 from strangers_job import Row as LibraryRow
+from strangers_job import Stranger
+from suite import NotRun
 
 #: 1.7B random weights: the class of model that one GPU trains with Adam (27 GB with its state in bf16 and fp32) next to an
 #: engine that takes 0.3 of it. Groups of 8, prompts and answers of 512 tokens: 8,192 tokens a step, the usual start of a
@@ -96,7 +97,7 @@ def library(ctx: Context, row: LibraryRow) -> None:
     job = Stranger(row, given, ctx.record, ctx.work, [])
     try:
         job.run_to_end()
-    except NotRunError as why:
+    except NotRun as why:
         raise JobError(f"{row.name}: {why}") from None
     times: Any = ctx.record.data["samples"].get("pause_ms", [])
     ctx.job.say(ctx, f"{job.steps} steps, {job.counts['succeeded']} pauses, {short(times, 'ms')}")

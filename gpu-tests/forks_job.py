@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import cli
-import common
 from common import Result
+from suite import main, options
 
 PROGRAM = Path(__file__).parent / "programs" / "forks.py"
 BEFORE = ("nothing", "nvml", "driver", "runtime", "cublas", "nccl", "torch", "count")
@@ -29,10 +29,7 @@ CELL_S = 75
 #: Cells at the same time.
 WIDTH = 16
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    return common.job_parser(__doc__, deadline_s=300).parse_args(argv)
+parse = options(__doc__, None)
 
 
 def comparable(text: str) -> str:
@@ -89,4 +86,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(common.run_job(parse(sys.argv[1:]), "forks", body))
+    main(parse, "forks", body)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,15 @@ import cli
 import common
 import runner
 from common import JobError, Result
+from suite import main, options, role_of
 
 ALLOCATORS = ("native", "expandable")
 PROMPT = 48
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=220)
-    parser.add_argument("--cycles", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=32, help="layers of the model; 32 make 7B")
-    parser.add_argument("--role", choices=["plain", "outside", "regions"], help="used by the job itself")
-    parser.add_argument("--stop", type=Path, help="used by the job itself: a file that ends the generating")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 220, cycles=10, tokens=64, layers=(32, "layers of the model; 32 make 7B"), role=role_of("plain", "outside", "regions"),
+    stop=(Path, "used by the job itself: a file that ends the generating"),
+)
 
 
 # ---------------------------------------------------------------- the script that generates
@@ -217,20 +211,16 @@ def role_regions(args: Any) -> None:
     runner.fact("held", held)
 
 
-def role(args: Any) -> int:
+def role(args: Any) -> None:
     """A process of the job."""
-    runner.begin(args.deadline)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    runner.fact("versions", runner.versions())
     role_regions(args) if args.role == "regions" else role_plain(args)
-    return 0
 
 
 # ---------------------------------------------------------------- the job
 
 
 def environment(allocator: str) -> dict[str, str]:
-    """Of a child."""
     conf = f"expandable_segments:{allocator == 'expandable'}"
     return {"PYTORCH_CUDA_ALLOC_CONF": conf, "PYTORCH_ALLOC_CONF": conf, "TOKENIZERS_PARALLELISM": "false"}
 
@@ -307,7 +297,4 @@ def middle(result: Result, series: str) -> str:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(role(options))
-    sys.exit(common.run_job(options, "generate", body))
+    main(parse, "generate", body, dict.fromkeys(("plain", "outside", "regions"), role))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import cli
 import common
 import runner
 from common import JobError, Result
+from suite import main, options, role_of
 
 ROUNDS = 3
 CONTEXT, HEADS, WORDS = 256, 16, 8192
@@ -31,17 +31,10 @@ PLACE = CONTEXT // 2
 #: Seconds of the replays that a pause comes into.
 BUSY_S = 0.5
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=200)
-    parser.add_argument("--graphs", type=int, default=100, help="graphs, one for each batch size")
-    parser.add_argument("--cycles", type=int, default=10, help="pauses of the idle process, and as many while it replays")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=1, help="of the instants of pauses while it replays")
-    parser.add_argument("--serve", action="store_true", help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 200, graphs=(100, "graphs, one for each batch size"), cycles=(10, "pauses of the idle process, and as many while it replays"),
+    layers=4, width=1024, seed=(1, "of the instants of pauses while it replays"), role=role_of("graphs"),
+)
 
 
 # ---------------------------------------------------------------- in the process
@@ -104,13 +97,10 @@ class Graphs:
             self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def wait(self) -> None:
-        """Waits for the device."""
         if self.cuda:
             self.torch.cuda.synchronize()
 
-    @property
     def versions(self) -> dict[str, Any]:
-        """Of what is used."""
         return runner.versions()
 
     def capture(self) -> list[float]:
@@ -139,7 +129,6 @@ class Graphs:
         return round((time.perf_counter() - began) * 1e3, 3)
 
     def replay(self, batch: int) -> float:
-        """One replay; its microseconds."""
         self.wait()
         began = time.perf_counter()
         if self.cuda:
@@ -179,24 +168,13 @@ class Graphs:
         self.wait()
         return {"count": count, "wrong": wrong}
 
+    def exit(self) -> None:
+        """Ends all graphs."""
+        self.graphs.clear()
+
     def memory(self) -> int:
         """Bytes that torch has from the driver."""
         return self.torch.cuda.memory_reserved() if self.cuda else 0
-
-
-def serve(args: Any) -> None:
-    """A process that does the steps."""
-    link = runner.connect()
-    graphs = Graphs(args)
-    steps = {
-        "versions": lambda: graphs.versions,
-        "capture": graphs.capture,
-        "all": graphs.all,
-        "busy": graphs.busy,
-        "memory": graphs.memory,
-        "exit": graphs.graphs.clear,
-    }
-    runner.serve(link, steps)
 
 
 # ---------------------------------------------------------------- the job
@@ -213,7 +191,7 @@ class Job:
     def start(self, label: str, tenant: str | None) -> runner.Ranks:
         """The process, with its graphs captured and their outputs known."""
         args = self.args
-        script = [__file__, "--serve", "--graphs", str(args.graphs), "--layers", str(args.layers), "--width", str(args.width)]
+        script = [__file__, "--role", "graphs", "--graphs", str(args.graphs), "--layers", str(args.layers), "--width", str(args.width)]
         env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
         process = runner.Ranks(
             self.work, label, 1, script, launcher="alone", life_s=args.deadline, tenant=tenant, env=env
@@ -222,7 +200,6 @@ class Job:
         return process
 
     def add(self, series: str, values: list[float]) -> None:
-        """Adds samples."""
         for value in values:
             self.result.sample(series, value)
 
@@ -240,7 +217,6 @@ class Job:
             raise JobError(f"{what}: {cli.say(told)}")
 
     def plain(self) -> None:
-        """The baseline."""
         process = self.start("plain", None)
         for times in self.replays(process, "without Sublet", ROUNDS)[1:]:
             self.add("plain_normal_us", times)
@@ -307,13 +283,5 @@ class Job:
         runner.table(rows)
 
 
-def body(args: Any, result: Result, work: Path) -> None:
-    """The job."""
-    Job(args, result, work).run()
-
-
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.serve:
-        serve(options)
-    sys.exit(common.run_job(options, "graphs", body))
+    main(parse, "graphs", lambda *given: Job(*given).run(), {"graphs": Graphs})

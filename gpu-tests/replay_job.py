@@ -11,10 +11,8 @@ The first pause takes 34 GiB of host memory.
 
 from __future__ import annotations
 
-import sys
-
-import common
-from strangers_job import Row, Strangers, parse
+from strangers_job import Row, Strangers, usual
+from suite import main
 
 #: A step ends and makes a communicator, with some 3,000 calls.
 TIMES = {"warm_steps": 2, "active_ms": 250.0, "patience_s": 90.0}
@@ -29,5 +27,4 @@ ROWS = (processes(2), processes(4))
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:], __doc__, pauses=100, row_s=280.0)
-    sys.exit(common.run_job(options, "replay", lambda *given: Strangers(ROWS, *given).run()))
+    main(usual(__doc__, 100, 280.0), "replay", lambda *given: Strangers(ROWS, *given).run())

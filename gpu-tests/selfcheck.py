@@ -7,24 +7,18 @@ Bound: 256 MiB each way is 5 ms of copying; the run is the start of two Python p
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cli
-import common
 import runner
 from common import MIB, JobError, Result
 from observer import observed
 from rank import NcclRanks
+from suite import main, options
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=150)
-    parser.add_argument("--pause-timeout", type=float, default=40)
-    return parser.parse_args(argv)
+parse = options(__doc__, 150, pause_timeout=40.0)
 
 
 class Check:
@@ -37,7 +31,6 @@ class Check:
         self.result.data["free_empty"] = self.observer.free()
 
     def row(self, what: str, body: Callable[[], tuple[bool, str]]) -> bool:
-        """Runs one row."""
         try:
             passed, detail = body()
         except (JobError, KeyError, TypeError, ValueError, OSError) as error:
@@ -81,7 +74,6 @@ class Check:
         return passed and freed >= 318, f"{freed:.0f} MiB freed; {detail}"
 
     def resume(self) -> tuple[bool, str]:
-        """Resumes from outside."""
         return self.command("resume", self.tenant, "--json")
 
     def from_inside(self) -> tuple[bool, str]:
@@ -163,5 +155,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "selfcheck", body))
+    main(parse, "selfcheck", body)

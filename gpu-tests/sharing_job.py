@@ -12,7 +12,6 @@ Bound: 260 MiB over the link, 5 ms each way; the run is four starts of Python wi
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,13 @@ import cli
 import common
 import runner
 from common import JobError, Result
+from suite import main, options, role_of
 
 ALLOCATORS = ("native", "expandable")
 BIG_WORDS, SMALL_WORDS = 64 << 20, 3 << 10
 TAG = "shared"
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=110)
-    parser.add_argument("--cycles", type=int, default=3, help="of each kind of pause")
-    parser.add_argument("--role", choices=["owner"], help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(__doc__, 110, cycles=(3, "of each kind of pause"), role=role_of("owner"))
 
 
 # ---------------------------------------------------------------- the two processes
@@ -127,7 +121,6 @@ class Owner:
         return ""
 
     def run(self, cycles: int) -> None:
-        """All pauses."""
         self.check("before")
         for kind, act in (("whole tenant", self.whole), ("by tag", self.by_tag)):
             for cycle in range(cycles):
@@ -147,14 +140,6 @@ class Owner:
         runner.row("reader ended", self.child.exitcode == 0, f"exit {self.child.exitcode}")
 
 
-def owner(args: Any) -> int:
-    """The process under `sublet run`."""
-    runner.begin(100)
-    runner.fact("versions", runner.versions())
-    Owner().run(args.cycles)
-    return 0
-
-
 # ---------------------------------------------------------------- the job
 
 
@@ -172,7 +157,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role == "owner":
-        sys.exit(owner(options))
-    sys.exit(common.run_job(options, "sharing", body))
+    main(parse, "sharing", body, {"owner": lambda args: Owner().run(args.cycles)})

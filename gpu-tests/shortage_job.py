@@ -11,27 +11,22 @@ Bound: a refusal asks the driver for free memory, some ms; the wait looks again 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import cli
-import common
 from common import MIB, JobError, Result
 from observer import Observer, observed
 from rank import NcclRanks
+from suite import main, options
 
 REFUSED_WITHIN_S, RETURNED_WITHIN_S, WAIT_S = 2.0, 4.0, 60
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=150)
-    parser.add_argument("--kept-gib", type=float, default=2.0, help="GiB of tensors a GPU")
-    parser.add_argument("--hold-s", type=float, default=1.5, help="time that --wait waits before the holder lets go")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 150, kept_gib=(2.0, "GiB of tensors a GPU"), hold_s=(1.5, "time that --wait waits before the holder lets go"),
+)
 
 
 class Job:
@@ -134,5 +129,4 @@ class Job:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "shortage", lambda *given: Job(*given).run()))
+    main(parse, "shortage", lambda *given: Job(*given).run())

@@ -13,10 +13,8 @@ has to let it through. A pause and a resume take some 0.3 s.
 
 from __future__ import annotations
 
-import sys
-
-import common
-from strangers_job import Row, Strangers, parse
+from strangers_job import Row, Strangers, usual
+from suite import main
 
 
 def kind(name: str, word: str) -> Row:
@@ -33,5 +31,4 @@ ROWS = (
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:], __doc__, pauses=200, row_s=200.0)
-    sys.exit(common.run_job(options, "stepping", lambda *given: Strangers(ROWS, *given).run()))
+    main(usual(__doc__, 200, 200.0), "stepping", lambda *given: Strangers(ROWS, *given).run())

@@ -14,10 +14,7 @@ Bound: a pause and a resume take some 0.3 s; two starts of a torch program 25 s.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +24,9 @@ import anytime_job
 import common
 import runner
 from common import JobError, Result
-from training_run import TrainingRun, gpu_count
+from suite import NOT_RUN, NotRun, RecordedSuite, main, options
+from training_run import TrainingRun
 
-#: What a program that cannot run here says before it says why.
-NOT_RUN = "NOT RUN: "
-#: Seconds that a row must have, or it is not begun.
-ROW_S_MIN = 45.0
 #: Failed pauses of a row that its record keeps.
 FAILURES_KEPT = 3
 #: Reports of pauses, without their phases, that it keeps.
@@ -50,6 +44,7 @@ class Row:
     #: Modules that must be there.
     needs: tuple[str, ...]
     gpus_min: int = 1
+    least_s: float = 45.0
     #: GPUs that it uses at most; 0 is as many as there are.
     gpus_max: int = 0
     #: Processes that `launch` starts; 0 is one for each GPU.
@@ -97,26 +92,7 @@ ROWS = (
 )
 
 
-def parse(argv: list[str], doc: str | None = __doc__, pauses: int = 20, row_s: float = 150.0) -> Any:
-    """The options."""
-    parser = common.job_parser(doc, deadline_s=560)
-    parser.add_argument("--rows", default="", help="only rows with one of these words in their names, by comma")
-    parser.add_argument("--pauses", type=int, default=pauses, help="pauses of each row that must succeed")
-    parser.add_argument("--seed", type=int, default=1, help="of the instants")
-    parser.add_argument("--row-s", type=float, default=row_s, help="seconds that a row may take")
-    parser.add_argument("--gap-ms", default="5,60", help="shortest and longest time from a resume to the next pause")
-    parser.add_argument("--pause-timeout", type=float, default=5.0, help="seconds for each phase of a pause")
-    parser.add_argument("--width", type=int, default=512)
-    return parser.parse_args(argv)
-
-
-class NotRunError(Exception):
-    """Why a row cannot run on this machine."""
-
-
 class Stranger(anytime_job.Job):
-    """One row."""
-
     def __init__(self, row: Row, args: Any, result: Result, work: Path, sites: list[Path]) -> None:
         super().__init__(args, result, work)
         self.row, self.sites = row, sites
@@ -150,7 +126,7 @@ class Stranger(anytime_job.Job):
         except JobError:
             why = self.not_run()
             if why:
-                raise NotRunError(why) from None
+                raise NotRun(why) from None
             raise
 
     def not_run(self) -> str:
@@ -161,19 +137,6 @@ class Stranger(anytime_job.Job):
         return text.split(NOT_RUN)[1].partition("\n")[0].strip() if NOT_RUN in text else ""
 
 
-def missing(row: Row, work: Path) -> tuple[list[str], list[Path]]:
-    """Modules of `row` that are not here, and folders of those that the bundle carries."""
-    absent, sites = [], []
-    for name in row.needs:
-        if importlib.util.find_spec(name) is not None:
-            continue
-        try:
-            sites.append(runner.package(work, name))
-        except JobError:
-            absent.append(name)
-    return absent, sites
-
-
 def median_and_p99(samples: list[float]) -> str:
     """Both as text."""
     return f"{statistics.median(samples):.0f} / {common.percentile(samples, 0.99):.0f}" if samples else "-"
@@ -181,90 +144,73 @@ def median_and_p99(samples: list[float]) -> str:
 
 #: Series of a row that its record keeps.
 KEPT = ("pause_ms", "resume_ms", "step", "cut_retries", "drain_rounds", "drain_calls")
-HEAD = ("row", "pauses", "failed", "retries", "ok", "pause ms, median / p99", "resume ms, median / p99", "what")
 
 
-class Strangers(runner.Rows):
+class Strangers(RecordedSuite):
     """All rows, one after the other."""
 
+    HEAD = ("row", "pauses", "failed", "retries", "ok", "pause ms, median / p99", "resume ms, median / p99", "what")
+
     def __init__(self, rows: Sequence[Row], args: Any, result: Result, work: Path) -> None:
-        self.rows, self.args, self.result, self.work = rows, args, result, work
-        self.gpus = gpu_count(args.gpus)
-        self.began = time.monotonic()
-        self.table: list[tuple[str, ...]] = [HEAD]
-        result.data["rows"] = {}
+        super().__init__(rows, args, result, work)
         result.data["parameters"]["gpus_used"] = self.gpus
+        self.sites: list[Path] = []
         self.current: Stranger | None = None
         common.at_deadline(lambda _reason: self.current.end(shown=True) if self.current else None)
 
-    def one(self, row: Row) -> None:
-        """A row; whatever becomes of it, the next has its turn."""
-        common.log(f"---- {row.name}")
+    def is_there(self, module: str) -> bool:
+        """Is a module here, or among the wheels of the bundle?"""
+        if super().is_there(module):
+            return True
+        try:
+            self.sites.append(runner.package(self.work, module))
+        except JobError:
+            return False
+        return True
+
+    def cannot(self, row: Row) -> str:
+        self.sites = []
+        return super().cannot(row)
+
+    def watch(self, row: Row) -> None:
+        """Runs the program, and puts what counts into the record of all rows."""
         work = self.work / row.name.replace(" ", "-").replace(",", "").replace("/", "-")
         work.mkdir()
-        absent, sites = missing(row, self.work)
-        if absent:
-            self.not_run(row, f"no {' and no '.join(absent)} here")
-            return
-        if self.gpus < row.gpus_min:
-            self.not_run(row, f"it wants {row.gpus_min} GPUs, and {self.gpus} is here")
-            return
-        if self.left_s() < ROW_S_MIN:
-            self.result.check(f"{row.name}: had its turn", False, f"{self.left_s():.0f} s were left")
-            self.line(row, "FAIL", "no time was left")
-            return
         record = Result(work / "row.json", row.name, {})
-        self.watch(row, record, work, sites)
-
-    def watch(self, row: Row, record: Result, work: Path, sites: list[Path]) -> None:
-        """Runs the program, and puts what counts into the record of all rows."""
-        args = self.row_args(row)
-        job = Stranger(row, args, record, work, sites)
-        self.current = job
+        job = self.current = Stranger(row, self.row_args(row), record, work, self.sites)
         try:
-            job.run_to_end()
-        except NotRunError as why:
+            wrong = self.play(record, work, job.run_to_end)
+        except NotRun as why:
             self.not_run(row, str(why))
             return
-        except JobError as error:
-            record.check("the row came to its end", False, str(error))
         finally:
             self.current = None
-            self.gather_logs(row, work)
         entries = record.data["checks"]
         for entry in entries:
             self.result.check(f"{row.name}: {entry['what']}", entry["passed"], entry["detail"])
         samples = record.data["samples"]
         kept = {name: samples.get(name, []) for name in KEPT}
-        failures = record.data.get("failures", [])[:FAILURES_KEPT]
-        self.result.data["rows"][row.name] = {
-            "status": "passed" if all(entry["passed"] for entry in entries) else "failed",
+        self.data["rows"][row.name] = {
+            "status": "failed" if wrong else "passed",
             "program": row.program,
             "gpus": job.gpus,
             "steps": job.steps,
             "counts": dict(job.counts),
             "baseline": record.data["baseline"],
-            "failures": failures,
+            "failures": record.data.get("failures", [])[:FAILURES_KEPT],
             "places": record.data.get("places", [])[:PLACES_KEPT],
             **kept,
         }
         for name in ("pause_ms", "resume_ms"):
             for value in kept[name]:
                 self.result.sample(f"{row.name}_{name}", value)
-        wrong = [entry for entry in entries if not entry["passed"]]
         what = f"{wrong[0]['what']}: {wrong[0]['detail']}"[:90] if wrong else f"{job.steps} steps, the same bits"
-        counts = f"{job.counts['succeeded']}/{args.pauses}", str(job.failed()), str(sum(kept["cut_retries"] + kept["drain_rounds"]))
+        retries = sum(kept["cut_retries"] + kept["drain_rounds"])
+        counts = f"{job.counts['succeeded']}/{self.args.pauses}", str(job.failed()), str(retries)
         times = median_and_p99(kept["pause_ms"]), median_and_p99(kept["resume_ms"])
         self.line(row, "FAIL" if wrong or not entries else "ok", what, counts, times)
 
-    def not_run(self, row: Row, why: str) -> None:
-        """A row that this machine cannot run."""
-        self.result.data["rows"][row.name] = {"status": "not run", "why": why}
-        self.result.note(f"{row.name}: {NOT_RUN}{why}")
-        self.line(row, "-", f"{NOT_RUN}{why}")
-
     def line(self, row: Row, ok: str, what: str, counts: Sequence[str] = ("-",) * 3, times: Sequence[str] = ("-",) * 2) -> None:
-        """A line of the table."""
         self.table.append((row.name, *counts, ok, *times, what))
 
     def row_args(self, row: Row) -> argparse.Namespace:
@@ -278,12 +224,18 @@ class Strangers(runner.Rows):
         given.failures_max = 5
         return given
 
-    def gather_logs(self, row: Row, work: Path) -> None:
-        """Has the logs of a row among those of the job."""
-        for path in work.glob("*.log"):
-            path.replace(self.work / f"{work.name}-{path.name}")
 
+def usual(doc: str | None, pauses: int, row_s: float) -> Any:
+    """The options of a suite of such rows, with these pauses and seconds for each."""
+    return options(
+        doc, 560, rows=("", "only rows with one of these words in their names, by comma"),
+        pauses=(pauses, "pauses of each row that must succeed"), seed=(1, "of the instants"), row_s=(row_s, "seconds that a row may take"),
+        gap_ms=("5,60", "shortest and longest time from a resume to the next pause"), pause_timeout=(5.0, "seconds for each phase of a pause"),
+        width=512,
+    )  # fmt: skip
+
+
+parse = usual(__doc__, 20, 150.0)
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "strangers", lambda *given: Strangers(ROWS, *given).run()))
+    main(parse, "strangers", lambda *given: Strangers(ROWS, *given).run())

@@ -17,7 +17,6 @@ three starts of torch, some 10 s each.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,13 @@ import common
 import runner
 from common import GIB, MIB, Result
 from compat_job import SLACK_BYTES, about, free_bytes, pattern
+from suite import main, options, role_of
 
 ROLES = ("plain", "expandable", "conditional")
 KEPT_BYTES, LOST_BYTES = GIB, GIB
 CYCLES = 3
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=85)
-    parser.add_argument("--role", choices=ROLES, help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(__doc__, 85, role=role_of(*ROLES))
 
 
 # ---------------------------------------------------------------- in the children
@@ -132,7 +127,6 @@ class Graphs:
         torch.cuda.synchronize()
 
     def replay(self, number: int) -> float:
-        """What one replay comes to."""
         self.totals[number].zero_()
         self.graphs[number].replay()
         return float(self.totals[number].item())
@@ -151,7 +145,7 @@ class Graphs:
         return said
 
 
-def memory_role() -> None:
+def memory_role(_args: Any) -> None:
     """Regions, pools and graphs."""
     import sublet
     import torch
@@ -184,7 +178,7 @@ def memory_role() -> None:
         runner.row(f"{cycle}: a pause of everything", not wrong and again == graphs.expected, f"{wrong} {again}")
 
 
-def conditional_role() -> None:
+def conditional_role(_args: Any) -> None:
     """A part of a graph that depends on a value of the device."""
     import sublet
     import torch
@@ -220,16 +214,6 @@ def conditional_role() -> None:
         runner.row(f"{cycle}: it replays, with and without", found == [4.0 * MIB, 0.0], str(found))
 
 
-def child(args: Any) -> int:
-    """One process."""
-    runner.begin(args.deadline - 5)
-    # A version that was not tried is what this is for.
-    warnings.filterwarnings("ignore", message=".*was not tried")
-    (conditional_role if args.role == "conditional" else memory_role)()
-    runner.fact("versions", runner.versions())
-    return 0
-
-
 # ---------------------------------------------------------------- in the parent
 
 
@@ -247,7 +231,6 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(child(options))
-    sys.exit(common.run_job(options, "torch_newest", body))
+    # A version that was not tried is what this is for.
+    warnings.filterwarnings("ignore", message=".*was not tried")
+    main(parse, "torch_newest", body, {"plain": memory_role, "expandable": memory_role, "conditional": conditional_role})

@@ -21,14 +21,10 @@ import cli
 import common
 from common import JobError, Result
 from runner import Process, start_command
+from suite import gpu_count
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 STEP = re.compile(rb"step (\d+) loss [^\n]+\n")
-
-
-def gpu_count(wanted: int) -> int:
-    """GPUs to use: as many as wanted, or all; without any, as many ranks as a rehearsal on the CPU takes."""
-    return wanted or len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4
 
 
 def library_versions() -> dict[str, str | None]:

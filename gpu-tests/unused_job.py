@@ -11,7 +11,6 @@ Bound: 10 GB at 55 GB/s are 0.18 s each way; asking takes some 20 ms. The run is
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,13 @@ import common
 import runner
 from common import JobError, Result
 from phases import copied_bytes
+from suite import main, options, role_of
 
 GB = 10**9
 PART = 32 * common.MIB
 ROUNDS = 3
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=90)
-    parser.add_argument("--live-gb", type=float, default=2.0)
-    parser.add_argument("--cached-gb", type=float, default=10.0)
-    parser.add_argument("--role", choices=["tenant"], help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(__doc__, 90, live_gb=2.0, cached_gb=10.0, role=role_of("tenant"))
 
 
 def make(args: Any) -> tuple[list[Any], list[int]]:
@@ -60,14 +53,12 @@ def checks(torch: Any, live: list[Any], values: list[int]) -> tuple[int, bool]:
     return wrong, int(again.sum().item()) == again.numel()
 
 
-def tenant(args: Any) -> int:
+def tenant(args: Any) -> None:
     """The process under `sublet run`."""
-    runner.begin(args.deadline - 5)
     import sublet
     import torch
     from sublet import _adapter, _library, _torch
 
-    runner.fact("versions", runner.versions())
     live, values = make(args)
     # What the checks below take for themselves is taken once, and stays with torch.
     checks(torch, live, values)
@@ -103,7 +94,6 @@ def tenant(args: Any) -> int:
         ranges = _torch.unused_blocks(None)
         runner.sample("ask_ms", 1000 * (time.perf_counter() - began))
     runner.row("10,000 gaps are found", len(ranges) >= 9_000, f"{len(ranges)} ranges")
-    return 0
 
 
 def body(args: Any, result: Result, work: Path) -> None:
@@ -131,7 +121,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    if options.role:
-        sys.exit(tenant(options))
-    sys.exit(common.run_job(options, "unused", body))
+    main(parse, "unused", body, {"tenant": tenant})

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,18 @@ from typing import Any
 import cli
 import common
 from common import JobError, Result
+from suite import main, options
 from training_run import TrainingJob, TrainingRun, first_difference
 
 #: What a watchdog or monitor of torch, or its launcher, writes when it fires.
 SIGNS = "Watchdog caught|watchdog got stuck|watchdog thread terminated|heartbeat|timed out|SIGABRT|exitcode"
 FIRED = re.compile(rf"[^\n]*(?:{SIGNS})[^\n]*", re.IGNORECASE)
 
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=210)
-    parser.add_argument("--program", default="ddp")
-    parser.add_argument("--group-timeout-s", type=float, default=30.0)
-    parser.add_argument("--heartbeat-s", type=int, default=10)
-    parser.add_argument("--long-s", type=float, default=20.0, help="the long pause")
-    parser.add_argument("--short", type=int, default=5, help="short pauses before and after it")
-    parser.add_argument("--beyond", action="store_true", help="then a pause longer than a timeout of 8 s")
-    parser.add_argument("--seconds", type=float, default=8.0, help="training time of the run without pauses")
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 210, program="ddp", group_timeout_s=30.0, heartbeat_s=10, long_s=(20.0, "the long pause"),
+    short=(5, "short pauses before and after it"), beyond=(False, "then a pause longer than a timeout of 8 s"),
+    seconds=(8.0, "training time of the run without pauses"), seed=1,
+)
 
 
 class Job(TrainingJob):
@@ -111,7 +103,6 @@ class Job(TrainingJob):
         self.result.note(f"paused for {limit_s * 1.5:.0f} s with a timeout of {limit_s:.0f} s: {self.data['beyond']}")
 
     def run(self) -> None:
-        """Everything."""
         plain = self.start("plain", None, self.args.group_timeout_s, "--seconds", f"{self.args.seconds}")
         code, expected = plain.wait_end(90), plain.losses()
         self.steps = plain.steps
@@ -125,5 +116,4 @@ class Job(TrainingJob):
 
 
 if __name__ == "__main__":
-    options = parse(sys.argv[1:])
-    sys.exit(common.run_job(options, "watchdog", lambda *given: Job(*given).run_to_end()))
+    main(parse, "watchdog", lambda *given: Job(*given).run_to_end())

@@ -11,17 +11,16 @@ Bound: 140 GB written at 4 TB/s take 35 ms; read over the link at 50 GB/s and co
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import common
 import driver
-import runner
 from common import GIB, MIB, Result
 from driver import Block, Driver, DriverError
 from runner import Ranks
+from suite import main, options, role_of
 
 PATTERN = 0xA5C3A5C3  # no byte of it is zero
 FILL_BLOCK = 512 * MIB
@@ -87,9 +86,9 @@ class Looker:
 class Holder:
     """One of the two processes; its methods are steps."""
 
-    def __init__(self, gpu: int) -> None:
-        self.gpu, self.gpus = gpu, Driver()
-        self.gpus.use(gpu)
+    def __init__(self, args: Any) -> None:
+        self.gpu, self.gpus = args.gpu, Driver()
+        self.gpus.use(self.gpu)
 
     def fill(self) -> dict[str, Any]:
         """What the process that had the memory first does."""
@@ -130,27 +129,16 @@ class Holder:
         return {"looked": count * size, "blocks": count, "nonzero": nonzero, "creating_s": creating_s}
 
 
-def serve(args: Any) -> None:
-    """One of the two processes."""
-    link = runner.connect()
-    holder = Holder(args.gpu)
-    runner.serve(link, {"fill": holder.fill, "release": holder.release, "look": holder.look})
-
-
-def parse(argv: list[str]) -> Any:
-    """The options."""
-    parser = common.job_parser(__doc__, deadline_s=240)
-    parser.add_argument("--blocks-mib", default="2,512,8192", help="sizes of the blocks that are looked at")
-    parser.add_argument("--look-gib", type=float, default=32, help="bytes looked at in one case (0: all there are)")
-    parser.add_argument("--rounds", type=int, default=2, help="times that every case is run")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU to use")
-    parser.add_argument("--holder", action="store_true", help="used by the job itself")
-    return parser.parse_args(argv)
+parse = options(
+    __doc__, 240, blocks_mib=("2,512,8192", "sizes of the blocks that are looked at"),
+    look_gib=(32.0, "bytes looked at in one case (0: all there are)"), rounds=(2, "times that every case is run"),
+    gpu=(0, "the GPU to use"), role=role_of("holder"),
+)
 
 
 def one_case(result: Result, work: Path, args: Any, leaves: str, block_mib: int, round_number: int) -> None:
     """Fills, gives up in one way, looks in blocks of one size."""
-    script, how = [__file__, "--holder", "--gpu", str(args.gpu)], {"launcher": "alone", "life_s": args.deadline}
+    script, how = [__file__, "--role", "holder", "--gpu", str(args.gpu)], {"launcher": "alone", "life_s": args.deadline}
     first = Ranks(work, "first", 1, script, **how)
     told = first.call("fill", args.deadline)[0]
     result.sample("baseline_nonzero_share", told["nonzero"] / told["looked"])
@@ -189,7 +177,4 @@ def body(args: Any, result: Result, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = parse(sys.argv[1:])
-    if arguments.holder:
-        serve(arguments)
-    sys.exit(common.run_job(arguments, "zeroed", body))
+    main(parse, "zeroed", body, {"holder": Holder})

@@ -63,7 +63,6 @@ class Link:
         return b"\n" in self._buffer
 
     def close(self) -> None:
-        """Ends it."""
         self._sock.close()
 
 

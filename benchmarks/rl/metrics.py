@@ -91,7 +91,6 @@ def lost_share(steps: Iterable[dict[str, float]]) -> Optional[float]:
 
 
 def median(values: Iterable[float]) -> Optional[float]:
-    """The median, of any."""
     listed = list(values)
     return statistics.median(listed) if listed else None
 

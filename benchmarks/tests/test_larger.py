@@ -54,6 +54,14 @@ def test_7b_is_compared_with_its_bound(tmp_path: Path) -> None:
 
 
 def test_every_row_has_a_shape_and_a_reference_that_is_a_row() -> None:
-    assert {larger_models.shape_of(row) for row in larger_job.ROWS} == set(larger_models.SHAPES)
-    assert set(larger_job.REFERENCES.values()) <= set(larger_job.ROWS)
-    assert larger_models.shape_of("7b_bound") == "7b" and larger_models.shape_of("lora14_third") == "14b"
+    shapes = {name: row.shape for name, row in larger_job.BY_NAME.items()}
+    assert set(shapes.values()) == set(larger_models.SHAPES) and len(shapes) == len(larger_job.ROWS)
+    assert {row.reference for row in larger_job.ROWS} - {""} <= set(shapes)
+    assert (shapes["7b_bound"], shapes["lora14_third"]) == ("7b", "14b")
+    references = {name: row.reference for name, row in larger_job.BY_NAME.items() if row.reference}
+    assert (references["tenth"], references["infer_half"], references["lora14_third"]) == ("resident", "infer", "lora14")
+
+
+def test_rows_that_page_are_tenants() -> None:
+    plain = {row.name for row in larger_job.ROWS if not row.is_paged}
+    assert plain == {"resident", "save_on_cpu", "infer", "lora", "lora14", "7b_bound", "fsdp2", "torchao"}

@@ -24,7 +24,8 @@ import race_job  # noqa: E402
 import race_memory  # noqa: E402
 import sim_node  # noqa: E402
 from common import JobError, Result  # noqa: E402
-from race_job import CASES, Case, Race, Skipped  # noqa: E402
+from race_job import CASES, Race  # noqa: E402
+from suite import NotRun, Row, words_of  # noqa: E402
 
 MIB = common.MIB
 SMALL = ["--kept-gib", "0.0157", "--swap-gib", "0.0157", "--every-gib", "0.0079", "--block-mib", "6", "--copy-mib", "4"]
@@ -41,14 +42,12 @@ def node(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     common.stop_children()
 
 
-def raced(work: Path, *arguments: str, cases: tuple[Case, ...] = CASES) -> dict[str, Any]:
+def raced(work: Path, *arguments: str, cases: tuple[Row, ...] = CASES) -> dict[str, Any]:
     """The record of a race, after its end."""
     given = [*SMALL, "--cold-host", "--deadline", "120", "--scale", "0.05", "--out", str(work / "race.json"), *arguments]
     args, result = race_job.parse(given), Result(work / "race.json", "race", {})
-    race = Race(args, result, work)
-    for case in cases:
-        race.run(case)
-    race_figures.finish(result)
+    race = Race(cases, args, result, work)
+    race.run(race.rows)
     result.finish()
     return result.data
 
@@ -91,14 +90,12 @@ def test_case_that_fails_leaves_the_others_their_turn_and_no_process(node: Path)
         raise JobError("too hot")
 
     def is_skipped(race: Race) -> None:
-        """Cannot be."""
-        raise Skipped("no hat here")
+        raise NotRun("no hat here")
 
     def breaks(race: Race) -> None:
-        """Has a mistake in it."""
         raise KeyError("hat")
 
-    cases = (Case("hot", fails, 0, 30), Case("hatless", is_skipped, 0, 30), Case("wrong", breaks, 0, 30), CASES[0])
+    cases = (Row("hot", fails), Row("hatless", is_skipped), Row("wrong", breaks), CASES[0])
     data = raced(node, cases=cases)
     checks = verdicts(data)
     assert checks == {
@@ -115,15 +112,15 @@ def test_case_ends_with_its_time(node: Path) -> None:
     def waits(race: Race) -> None:
         """Asks for a step when there is no time for one."""
         race.hold("waits", 4 * MIB)
-        race.case_ends = 0.0
-        race.left()
+        race.row_ends = 0.0
+        race.within()
 
-    data = raced(node, "--deadline", "30", cases=(Case("waits", waits, 0, 20), Case("late", waits, 1000, 20)))
+    data = raced(node, "--deadline", "30", cases=(Row("waits", waits), Row("late", waits, least_s=1000)))
     assert "time was over" in data["checks"][0]["detail"] and not data["checks"][0]["passed"]
     assert "RACE_CASES=late runs it alone" in data["skipped"]["late"]
 
 
-def named(*names: str) -> tuple[Case, ...]:
+def named(*names: str) -> tuple[Row, ...]:
     """Cases by name."""
     return tuple(case for case in CASES if case.name in names)
 
@@ -169,7 +166,7 @@ def test_ways_by_tag_have_their_first_pause_apart(node: Path, monkeypatch: pytes
         started.append(way)
         return Way()
 
-    monkeypatch.setattr("race_job.needs_torch", lambda: None)
+    monkeypatch.setattr("suite.is_there", lambda module: module == "torch")
     monkeypatch.setattr("race_saver.start", start)
     data = raced(node, cases=named("saver"))
     assert started == ["sublet"] and set(data["skipped"]) == {"saver_retained", "saver_saver"}
@@ -194,11 +191,10 @@ def test_what_a_resume_says_goes_into_the_record() -> None:
 def test_race_that_runs_out_of_time_has_the_figures_that_it_got_to(node: Path) -> None:
     script = (
         "import sys, time, common, race_job\n"
-        "race_job.CASES = (race_job.CASES[0], race_job.Case('long', lambda race: time.sleep(60), 0, 60))\n"
-        "race_job.chosen = lambda words: list(race_job.CASES)\n"
+        "race_job.CASES = (race_job.CASES[0], race_job.Row('long', lambda race: (common.arm_deadline(0.2), time.sleep(60))))\n"
         "common.run_job(race_job.parse(sys.argv[1:]), 'race', race_job.body)\n"
     )
-    given = [*SMALL, "--cold-host", "--deadline", "12", "--scale", "0", "--out", str(node / "race.json")]
+    given = [*SMALL, "--cold-host", "--deadline", "120", "--scale", "0", "--out", str(node / "race.json")]
     command = [sys.executable, "-c", script, *given, "--logs", str(node / "logs.txt")]
     done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=60)
     assert done.returncode == common.EXIT_DEADLINE and "stacks follow" in done.stderr, done.stdout + done.stderr
@@ -222,12 +218,13 @@ def test_wrong_contents_are_found(node: Path) -> None:
 # ---------------------------------------------------------------- choosing, and what is not there
 
 
-def test_words_choose_cases_and_the_limit_comes_along() -> None:
+def test_words_choose_cases_and_the_limit_comes_along(node: Path) -> None:
+    race = Race(CASES, race_job.parse(SMALL), Result(node / "race.json", "race", {}), node)
     names = [case.name for case in CASES]
-    assert [case.name for case in race_job.chosen("")] == names
-    assert [case.name for case in race_job.chosen("swap, check")] == ["pinned", "swap", "checkpoint"]
-    with pytest.raises(JobError, match="no case has nonsense in its name; there are pinned, kept"):
-        race_job.chosen("swap,nonsense")
+    assert [case.name for case in race.chosen([])] == names
+    assert [case.name for case in race.chosen(words_of("swap, check"))] == ["pinned", "swap", "checkpoint"]
+    with pytest.raises(JobError, match="no row has nonsense in its name; there are pinned, kept"):
+        race.chosen(["swap", "nonsense"])
 
 
 def test_available_memory_is_read() -> None:

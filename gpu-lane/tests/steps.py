@@ -15,12 +15,10 @@ from driver import Driver
 
 
 def who() -> dict[str, int]:
-    """Which rank this is."""
     return {"rank": int(os.environ.get("RANK", "0")), "world": int(os.environ.get("WORLD_SIZE", "1"))}
 
 
 def fail(why: str) -> NoReturn:
-    """Raises."""
     raise common.JobError(why)
 
 

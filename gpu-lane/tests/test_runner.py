@@ -40,9 +40,9 @@ MODULES = {path.stem for path in FILES if path.parent in common.FOLDERS}
 #: What is no script of its own: it is imported, or run by others.
 PARTS = {
     "bench_ops", "checksum", "cli", "common", "compact", "driver", "head_to_head", "launch", "observer", "phases",
-    "captured_calls", "deep_calls", "deep_libraries", "deep_memory", "deep_rows", "engines_figures", "engines_offline",
+    "captured_calls", "deep_calls", "deep_libraries", "deep_memory", "engines_figures", "engines_offline",
     "engines_serve", "engines_tools", "engines_train", "engines_verl", "larger_models", "larger_picture", "larger_weights",
-    "race_figures", "race_memory", "race_nccl", "race_saver", "rank", "runner", "sim_node", "summary", "training_run",
+    "race_figures", "race_memory", "race_nccl", "race_saver", "rank", "runner", "sim_node", "suite", "summary", "training_run",
 }  # fmt: skip
 SCRIPTS = [path for path in FILES if path.parent in common.FOLDERS and path.stem not in PARTS]
 
@@ -155,6 +155,13 @@ def tenant(work: Path) -> Ranks:
     ranks = Ranks(work, "tenant", 2, [STEPS], tenant=f"runner-{os.getpid()}")
     assert ranks.call("take", 60, size_bytes=8 * MIB) == [True, True]
     return ranks
+
+
+def test_two_programs_may_be_one_tenant(tenant: Ranks, work: Path) -> None:
+    other = Ranks(work, "other", 1, [STEPS], tenant=tenant.tenant)
+    assert other.call("take", 60, size_bytes=MIB) == [True]
+    (shown,) = cli.tenants(cli.sublet("ps", "--json"))
+    assert shown["tenant"] == tenant.tenant and len(shown["members"]) == 3
 
 
 def test_rank_without_a_tenant_is_not_under_sublet(work: Path) -> None:
@@ -305,21 +312,19 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("end", "deadline", "code", "status"),
+    ("end", "code", "status"),
     [
-        ("ranks.close()", 120, 0, "passed"),
-        ("result.check('is right', False)", 120, 1, "failed"),
-        ("ranks.call('die', 60, words='goodbye')", 120, 1, "error"),
-        ("time.sleep(200)", 20, common.EXIT_DEADLINE, "deadline"),
+        ("ranks.close()", 0, "passed"),
+        ("result.check('is right', False)", 1, "failed"),
+        ("ranks.call('die', 60, words='goodbye')", 1, "error"),
+        # That of the options may come before the ranks have.
+        ("common.arm_deadline(0.2); time.sleep(200)", common.EXIT_DEADLINE, "deadline"),
     ],
 )
-def test_job_writes_its_record_and_leaves_nobody(
-    work: Path, end: str, deadline: int, code: int, status: str
-) -> None:
+def test_job_writes_its_record_and_leaves_nobody(work: Path, end: str, code: int, status: str) -> None:
     script, out = work / "job.py", work / "out.json"
     script.write_text(JOB.format(steps=STEPS, end=end))
-    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt")]
-    command += ["--deadline", str(deadline)]
+    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt"), "--deadline", "120"]
     done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=180)
     assert done.returncode == code, done.stdout + done.stderr
     record = json.loads(out.read_text())[0]
@@ -330,6 +335,34 @@ def test_job_writes_its_record_and_leaves_nobody(
         assert "goodbye" in record["notes"][0]
     common.wait_until("the end of all ranks", lambda: not any(map(is_running, record["samples"]["pids"][0])), 60)
     assert "ranks.log" in (work / "logs.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--deadline", "1"], "the job"),
+        (["--role", "says", "--cycles", "3"], "3 of kind a, 2.5, False"),
+        (["--role", "says", "--kind", "b", "--deep", "--much", "7"], "5 of kind b, 2.5, True, 7"),
+    ],
+)
+def test_file_is_the_job_or_the_role_that_is_named(work: Path, arguments: list[str], says: str) -> None:
+    script, out = work / "job.py", work / "out.json"
+    script.write_text(
+        "import time, runner, suite\n"
+        "runner.versions = dict\n"
+        "def body(args, result, work):\n    result.note('the job')\n    time.sleep(200)\n"
+        "def says(args):\n    print(f'{args.cycles} of kind {args.kind}, {args.share}, {args.deep}', *([f', {args.much}'] if args.much else []), sep='')\n"
+        "parse = suite.options(None, 60, cycles=(5, 'text'), share=2.5, kind=['a', 'b'], deep=False, much=int, role=suite.role_of('says'))\n"
+        "suite.main(parse, lambda args: f'job_{args.kind}', body, {'says': says})\n"
+    )
+    command = [sys.executable, str(script), "--out", str(out), "--logs", str(work / "logs.txt"), *arguments]
+    done = subprocess.run(command, env=common.child_env(), capture_output=True, text=True, timeout=120)
+    assert says in done.stdout, done.stdout + done.stderr
+    if says == "the job":
+        (record,) = json.loads(out.read_text())
+        assert (done.returncode, record["name"], record["status"]) == (common.EXIT_DEADLINE, "job_a", "deadline")
+    else:
+        assert done.returncode == 0 and '"name": "versions"' in done.stdout
 
 
 # ---------------------------------------------------------------- every file

@@ -21,7 +21,6 @@ def reward(completions: list[str], **_given: Any) -> list[float]:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--result", type=Path, required=True)

@@ -24,7 +24,6 @@ PROMPT = 64
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--variant", choices=("plain", "uncached", "lora", "ngram"), default="plain")

@@ -23,7 +23,6 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, **_giv
 
 
 def prompt(number: int, words: int) -> str:
-    """A prompt of so many tokens."""
     return "".join(f"<t{WORDS_FIRST + (number * 7 + at) % WORDS}>" for at in range(words))
 
 

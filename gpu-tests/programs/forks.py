@@ -93,7 +93,6 @@ def child(use: str) -> None:
 
 
 def main() -> None:
-    """The command."""
     if sys.argv[1] == "use":
         child(sys.argv[2])
         return

@@ -36,8 +36,6 @@ def region(tag: str) -> Iterator[None]:
 
 
 class AllDevices:
-    """What the process has."""
-
     def __init__(self, steps: Steps) -> None:
         self.driver = Driver()
         self.words = steps.args.width * WORDS_BY_WIDTH

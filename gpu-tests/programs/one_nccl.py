@@ -15,8 +15,6 @@ WORDS = 1 << 18
 
 
 class AllDevices:
-    """What the process has."""
-
     def __init__(self, steps: Steps) -> None:
         self.driver, self.nccl = Driver(), Nccl()
         self.devices = range(steps.args.devices or self.driver.device_count())

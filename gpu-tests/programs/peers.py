@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from driver import call
+from driver import call, kernel, launch, load
 from rawcuda import AFFINE, WORD_MASK, Driver
 from steps import Steps, not_run, program_failed
 
@@ -113,12 +113,11 @@ class Peer:
         self.stream = self.driver.stream()
         self.kind = os.environ.get("KIND", "simple")
         self.functions: dict[str, ctypes.c_void_p] = {}
-        self.module = ctypes.c_void_p()
         ptx = kernels(steps.args.out, self.rank)
         if ptx is None and self.kind != "simple":
             not_run("neither NVRTC nor nvcc is here")
         # The simulated driver knows kernels by their names.
-        call("cuModuleLoadData", ctypes.byref(self.module), ctypes.c_char_p(ptx or AFFINE))
+        self.module = load(ptx or AFFINE)
         self.words = WORDS_PER_WIDTH * steps.args.width
         self.flags, self.peer_flags = self.shared("flags", FLAG_BYTES)
 
@@ -141,12 +140,8 @@ class Peer:
     def launch(self, name: str, *arguments: Any, grid: int = GRID, block: int = BLOCK) -> None:
         """Launches a kernel with ctypes numbers as its arguments."""
         if name not in self.functions:
-            found = ctypes.c_void_p()
-            call("cuModuleGetFunction", ctypes.byref(found), self.module, ctypes.c_char_p(name.encode()))
-            self.functions[name] = found
-        pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(value) for value in arguments])
-        sizes = [ctypes.c_uint(size) for size in (grid, 1, 1, block, 1, 1, 0)]
-        call("cuLaunchKernel", self.functions[name], *sizes, self.stream, pointers, None)
+            self.functions[name] = kernel(self.module, name.encode())
+        launch(self.functions[name], grid, block, self.stream, *arguments)
 
     def read(self, address: int, words: int = 1) -> list[int]:
         """Words of the device, after the work of the stream."""
@@ -170,7 +165,6 @@ class Work:
         self.peer, self.rank = peer, peer.rank
 
     def step(self, number: int) -> None:
-        """Queues a step."""
         raise NotImplementedError
 
     def value(self, number: int) -> str:
@@ -184,7 +178,6 @@ def wide(address: int) -> ctypes.c_uint64:
 
 
 def narrow(value: int) -> ctypes.c_uint32:
-    """A word."""
     return ctypes.c_uint32(value & WORD_MASK)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from driver import Contexts, call
+from driver import Contexts, call, kernel, launch, load
 from steps import program_failed
 
 WORD_MASK = 0xFFFFFFFF
@@ -72,10 +72,7 @@ class Driver(Contexts):
         """Makes the context of `gpu` current; it has the kernel."""
         super().use(gpu)
         if gpu not in self._kernels:
-            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-            call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(AFFINE))
-            call("cuModuleGetFunction", ctypes.byref(kernel), module, ctypes.c_char_p(b"affine_u32"))
-            self._kernels[gpu] = kernel
+            self._kernels[gpu] = kernel(load(AFFINE), b"affine_u32")
 
     def kernel(self, device: int) -> ctypes.c_void_p:
         """The affine kernel of a device that was used."""
@@ -106,15 +103,8 @@ class Driver(Contexts):
 
     def affine(self, device: int, address: int, factors: tuple[int, int], words: int, stream: ctypes.c_void_p) -> None:
         """Each word becomes word * factors[0] + factors[1], by a kernel of `device`, which owns the stream."""
-        values = (
-            ctypes.c_uint64(address),
-            ctypes.c_uint32(factors[0]),
-            ctypes.c_uint32(factors[1]),
-            ctypes.c_uint64(words),
-        )
-        pointers = (ctypes.c_void_p * 4)(*[ctypes.addressof(value) for value in values])
-        sizes = [ctypes.c_uint(size) for size in (GRID, 1, 1, BLOCK, 1, 1, 0)]
-        call("cuLaunchKernel", self._kernels[device], *sizes, stream, pointers, None)
+        values = ctypes.c_uint64(address), *map(ctypes.c_uint32, factors), ctypes.c_uint64(words)
+        launch(self._kernels[device], GRID, BLOCK, stream, *values)
 
     def copy(self, target: int, source: int, words: int, stream: ctypes.c_void_p) -> None:
         """Copies between devices, or within one."""
@@ -122,7 +112,6 @@ class Driver(Contexts):
         call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), size, stream)
 
     def wait(self, stream: ctypes.c_void_p) -> None:
-        """Waits for a stream."""
         call("cuStreamSynchronize", stream)
 
     def expect(self, what: str, address: int, value: int, words: int, stream: ctypes.c_void_p) -> None:

@@ -23,8 +23,6 @@ SLEEP_MAX_S = 0.02
 
 
 class Rank:
-    """What one rank has."""
-
     def __init__(self, steps: Steps) -> None:
         self.steps, self.rank, self.world = steps, steps.rank, steps.world
         self.driver, self.nccl = Driver(), Nccl()

@@ -98,7 +98,6 @@ class Training:
         dist.destroy_process_group()
 
     def wait(self) -> None:
-        """Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
 

@@ -32,7 +32,6 @@ def product(a, b, c, m, n, k, a_rows, a_columns, b_rows, b_columns, tile: tl.con
 
 @triton.jit
 def softmax(source, target, columns, size: tl.constexpr):
-    """Each row's softmax."""
     at = tl.arange(0, size)
     row = tl.load(source + tl.program_id(0) * columns + at, mask=at < columns, other=-float("inf"))
     row = tl.exp(row - tl.max(row, axis=0))

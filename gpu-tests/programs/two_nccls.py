@@ -57,7 +57,6 @@ class Second:
         return (self.words != number * self.world * (self.world + 1) // 2).sum()
 
     def end(self) -> None:
-        """Ends the communicator."""
         self.nccl.call("ncclCommDestroy", self.comm)
 
 

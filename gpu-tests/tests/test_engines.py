@@ -17,12 +17,12 @@ if sys.version_info < (3, 11):
 JOBS = Path(__file__).resolve().parent.parent
 
 import engines_job  # noqa: E402
-import engines_tools  # noqa: E402
 import engines_verl  # noqa: E402
 from common import JobError, Result  # noqa: E402
 from engines_figures import first_difference, read_steps, spread  # noqa: E402
-from engines_job import ROWS, Engines, Row  # noqa: E402
+from engines_job import ROWS, Engines  # noqa: E402
 from engines_tools import Context, added_delay, answers_differ, cache_tokens, longest_gap, metric, texts_differ  # noqa: E402
+from suite import Row  # noqa: E402
 
 
 def job(work: Path, rows: list[Row], *arguments: str) -> dict[str, Any]:
@@ -38,20 +38,20 @@ def job(work: Path, rows: list[Row], *arguments: str) -> dict[str, Any]:
 def test_without_engines_each_row_is_not_run_by_name(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines_tools, "importable", lambda module: module in ("torch", "transformers"))
+    monkeypatch.setattr("suite.is_there", lambda module: module in ("torch", "transformers"))
     data = job(work, list(ROWS))
-    said = capfd.readouterr().out.splitlines()
+    said = capfd.readouterr().out
     for row in ROWS:
         missing = [name for name in row.needs if name not in ("torch", "transformers")]
-        assert f"NOT RUN: {row.name}: no {' and no '.join(missing)} here" in said
+        assert f"{row.name}: NOT RUN: no {' and no '.join(missing)} here" in said
         assert data["rows"][row.name]["status"] == "not run"
     assert data["status"] == "passed" and len(json.loads((work / "engines.json").read_text())) == 1
 
 
 def test_row_that_wants_more_gpus_is_not_run(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    data = job(work, [Row("wide", (), lambda _ctx: None, gpus_min=3)])
-    assert data["rows"]["wide"] == {"status": "not run", "why": "it wants 3 GPUs, and 2 is here"}
-    assert "NOT RUN: wide: it wants 3 GPUs" in capfd.readouterr().out
+    data = job(work, [Row("wide", lambda _ctx: None, gpus_min=3)])
+    assert data["rows"]["wide"] == {"status": "not run", "why": "it wants 3 GPUs, and there is 2"}
+    assert "wide: NOT RUN: it wants 3 GPUs" in capfd.readouterr().out
 
 
 def test_each_row_has_its_record_and_a_failure_ends_no_other(work: Path) -> None:
@@ -65,7 +65,7 @@ def test_each_row_has_its_record_and_a_failure_ends_no_other(work: Path) -> None
     def breaks(ctx: Context) -> None:
         raise KeyError("hat")
 
-    rows = [Row("hot", (), fails), Row("hatless", (), breaks), Row("good", (), works)]
+    rows = [Row("hot", fails), Row("hatless", breaks), Row("good", works)]
     data = job(work, rows)
     assert {name: row["status"] for name, row in data["rows"].items()} == {"hot": "failed", "hatless": "failed", "good": "passed"}
     records = {record["name"]: record for record in json.loads((work / "engines.json").read_text())}
@@ -76,16 +76,16 @@ def test_each_row_has_its_record_and_a_failure_ends_no_other(work: Path) -> None
 
 
 def test_row_whose_time_is_over_says_so(work: Path) -> None:
-    data = job(work, [Row("slow", (), lambda ctx: ctx.left_s() and None, limit_s=-1)])
+    data = job(work, [Row("slow", lambda ctx: ctx.left_s() and None, limit_s=-1)])
     assert data["checks"][0]["detail"] == "the row's time is over"
-    late = job(work, [Row("late", (), lambda _ctx: None)], "--deadline", "30")
+    late = job(work, [Row("late", lambda _ctx: None)], "--deadline", "30")
     assert late["checks"][0]["what"] == "late: had its turn"
 
 
 def test_words_choose_rows_and_nonsense_is_refused(work: Path) -> None:
-    rows = [Row("one", (), lambda _ctx: None), Row("other", (), lambda _ctx: None)]
+    rows = [Row("one", lambda _ctx: None), Row("other", lambda _ctx: None)]
     assert list(job(work, rows, "--rows", "oth")["rows"]) == ["other"]
-    with pytest.raises(JobError, match="no row has one of"):
+    with pytest.raises(JobError, match="no row has nonsense in its name"):
         job(work, rows, "--rows", "nonsense")
 
 

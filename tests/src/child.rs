@@ -27,17 +27,11 @@ pub struct Ran {
 
 impl Ran {
     /// Itself, when the command succeeded.
-    ///
-    /// # Errors
-    /// What it said, when it did not.
     pub fn succeeded(self) -> Outcome<Self> {
         self.exited(0)
     }
 
     /// Itself, when the command ended with `code`.
-    ///
-    /// # Errors
-    /// What it said, when it ended otherwise.
     pub fn exited(self, code: i32) -> Outcome<Self> {
         if self.code == Some(code) {
             return Ok(self);
@@ -46,9 +40,6 @@ impl Ran {
     }
 
     /// Standard output as JSON.
-    ///
-    /// # Errors
-    /// When it is none.
     pub fn json(&self) -> Outcome<serde_json::Value> {
         serde_json::from_str(&self.stdout)
             .map_err(|error| Trouble::new(format!("{error} in what should be JSON: {self:#?}")))
@@ -56,9 +47,6 @@ impl Ran {
 }
 
 /// Runs `command` to its end, but kills it at `deadline`.
-///
-/// # Errors
-/// When it could not be started or did not end in time.
 pub(crate) fn run(command: &mut Command, deadline: Instant) -> Outcome<Ran> {
     let mut child = LineChild::start(command)?;
     child.close_input();

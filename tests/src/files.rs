@@ -19,9 +19,6 @@ pub struct Files {
 
 impl Files {
     /// Reads the environment.
-    ///
-    /// # Errors
-    /// When a variable is missing, with the command to run instead.
     pub fn from_environment() -> Outcome<Self> {
         let path = |name: &str| {
             std::env::var_os(name).map(PathBuf::from).ok_or_else(|| {

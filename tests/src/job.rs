@@ -82,17 +82,11 @@ impl Job {
     }
 
     /// Sends a line to all ranks, and does not wait.
-    ///
-    /// # Errors
-    /// When one has ended.
     pub fn say(&mut self, line: &str) -> Outcome {
         self.ranks.iter_mut().try_for_each(|rank| rank.say(line))
     }
 
     /// The next answer of all ranks, which must be `ok`.
-    ///
-    /// # Errors
-    /// As [`Rank::do_it`], for the first rank that failed.
     pub fn answers(&mut self) -> Outcome<Vec<Answer>> {
         self.ranks
             .iter_mut()
@@ -101,43 +95,28 @@ impl Job {
     }
 
     /// Sends a line to all ranks and waits for all answers, which must be `ok`.
-    ///
-    /// # Errors
-    /// As [`Rank::do_it`], for the first rank that failed.
     pub fn all(&mut self, line: &str) -> Outcome<Vec<Answer>> {
         self.say(line)?;
         self.answers().map_err(|trouble| Trouble::new(format!("at '{line}': {trouble}")))
     }
 
     /// Has all ranks open each other's memory.
-    ///
-    /// # Errors
-    /// As [`Job::all`].
     pub fn connect(&mut self) -> Outcome {
         self.all("connect").map(drop)
     }
 
     /// Does `count` steps and returns the number of the last, and its sum, the same on all ranks.
-    ///
-    /// # Errors
-    /// As [`Job::all`], and when the ranks disagree.
     pub fn step(&mut self, count: u64) -> Outcome<(u64, u64)> {
         let answers = self.all(&format!("step {count}"))?;
         agreed(&answers)
     }
 
     /// Has all ranks step until [`Job::stop`].
-    ///
-    /// # Errors
-    /// When a rank has ended.
     pub fn run(&mut self) -> Outcome {
         self.say("run")
     }
 
     /// Ends [`Job::run`]; returns what [`Job::step`] returns.
-    ///
-    /// # Errors
-    /// As [`Job::step`].
     pub fn stop(&mut self) -> Outcome<(u64, u64)> {
         self.say("stop")?;
         let ran = self.answers()?;
@@ -146,9 +125,6 @@ impl Job {
     }
 
     /// Has all ranks compare every word that they can reach; returns how many bytes that were.
-    ///
-    /// # Errors
-    /// As [`Job::all`].
     pub fn verify(&mut self) -> Outcome<u64> {
         let answers = self.all("verify")?;
         let mut sum = 0;
@@ -160,18 +136,12 @@ impl Job {
     }
 
     /// One step, with the contents of all ranks compared.
-    ///
-    /// # Errors
-    /// As [`Job::step`] and [`Job::verify`].
     pub fn works(&mut self) -> Outcome {
         self.step(1)?;
         self.verify().map(drop)
     }
 
     /// [`Job::works`], then [`Job::exit`].
-    ///
-    /// # Errors
-    /// As those.
     pub fn works_and_exits(mut self) -> Outcome {
         self.works()?;
         self.exit()
@@ -187,9 +157,6 @@ impl Job {
     }
 
     /// Waits until every rank has done `step` steps.
-    ///
-    /// # Errors
-    /// When that does not happen in time, or a rank has ended.
     pub fn wait_for_step(&self, step: u64) -> Outcome {
         let deadline = Instant::now() + STEP_TIMEOUT;
         while self.steps_done() < step {
@@ -213,9 +180,6 @@ impl Job {
     }
 
     /// Ends all ranks in an orderly way.
-    ///
-    /// # Errors
-    /// When one does not end in time, or not well.
     pub fn exit(mut self) -> Outcome {
         for rank in &mut self.ranks {
             let status = rank.exit()?;

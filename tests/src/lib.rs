@@ -12,6 +12,11 @@
 //! Every wait has a deadline. Nothing here panics: what goes wrong is a [`Trouble`], which names the process
 //! and shows what it said.
 
+#![expect(
+    clippy::missing_errors_doc,
+    reason = "what goes wrong is a `Trouble`, which says it in words"
+)]
+
 mod child;
 mod files;
 mod job;

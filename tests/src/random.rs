@@ -12,9 +12,6 @@ pub struct Random(u64);
 
 impl Random {
     /// From `SUBLET_TEST_SEED`, or the clock; says which.
-    ///
-    /// # Errors
-    /// A clock before 1970.
     pub fn new() -> Outcome<Self> {
         let given = std::env::var("SUBLET_TEST_SEED").ok().and_then(|text| text.parse().ok());
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?;

@@ -31,9 +31,6 @@ pub struct Answer {
 
 impl Answer {
     /// The numbers in the answer.
-    ///
-    /// # Errors
-    /// When it was refused, or does not hold at least `COUNT` numbers.
     pub fn numbers<const COUNT: usize>(&self) -> Outcome<[u64; COUNT]> {
         let words = self.text.split_whitespace();
         let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
@@ -53,18 +50,12 @@ pub struct Rank {
 
 impl Rank {
     /// Starts rank `index` of a job. It answers once by itself, when its memory is there.
-    ///
-    /// # Errors
-    /// When it could not be started.
     pub fn start(index: usize, command: &mut Command) -> Outcome<Self> {
         Ok(Self { index, child: LineChild::start(command)? })
     }
 
     /// Starts a script of the shell on simulated GPUs, by `sublet simulate`, as a group of processes of its own. It answers when
     /// the script does.
-    ///
-    /// # Errors
-    /// When the built files are not named in the environment, or it could not be started.
     pub fn simulated(script: &str) -> Outcome<Self> {
         let mut command = Command::new(Files::from_environment()?.sublet);
         command.args(["simulate", "--gpus", "1", "--memory", "64MiB", "--", "sh", "-c", script]);
@@ -77,9 +68,6 @@ impl Rank {
     }
 
     /// Sends a line and does not wait.
-    ///
-    /// # Errors
-    /// When it has ended.
     pub fn say(&mut self, line: &str) -> Outcome {
         let sent = self.child.input().map(|input| input.write_all(format!("{line}\n").as_bytes()));
         match sent {
@@ -89,17 +77,11 @@ impl Rank {
     }
 
     /// Its next answer.
-    ///
-    /// # Errors
-    /// When it failed, ended, or says nothing in time.
     pub fn answer(&mut self) -> Outcome<Answer> {
         self.answer_within(ANSWER_TIMEOUT)
     }
 
     /// As [`Rank::answer`], for at most `timeout`.
-    ///
-    /// # Errors
-    /// As [`Rank::answer`].
     pub fn answer_within(&mut self, timeout: Duration) -> Outcome<Answer> {
         let deadline = Instant::now() + timeout;
         let mut printed = Vec::new();
@@ -116,17 +98,11 @@ impl Rank {
     }
 
     /// Its next answer, if it comes within `timeout`.
-    ///
-    /// # Errors
-    /// When it failed or ended.
     pub fn answer_if_within(&mut self, timeout: Duration) -> Outcome<Option<Answer>> {
         if self.child.has_line_within(timeout) { self.answer().map(Some) } else { Ok(None) }
     }
 
     /// Reads its lines up to one that begins with `beginning`.
-    ///
-    /// # Errors
-    /// When it ended, or writes no such line in time.
     pub fn wait_for_line(&mut self, beginning: &str) -> Outcome {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         while let Some(line) = self.child.line(deadline)? {
@@ -138,18 +114,12 @@ impl Rank {
     }
 
     /// Sends a line and waits for its answer.
-    ///
-    /// # Errors
-    /// As [`Rank::answer`].
     pub fn ask(&mut self, line: &str) -> Outcome<Answer> {
         self.say(line)?;
         self.answer()
     }
 
     /// As [`Rank::ask`], when the answer must be `ok`.
-    ///
-    /// # Errors
-    /// As [`Rank::answer`], and when it was refused.
     pub fn do_it(&mut self, line: &str) -> Outcome<Answer> {
         let answer = self.ask(line)?;
         self.accepted(line, answer)
@@ -173,17 +143,11 @@ impl Rank {
     }
 
     /// Ends it by the end of its input, and waits.
-    ///
-    /// # Errors
-    /// When it does not end in time.
     pub fn exit(&mut self) -> Outcome<ExitStatus> {
         self.last_lines().map(|(status, _)| status)
     }
 
     /// As [`Rank::exit`], when it must end well.
-    ///
-    /// # Errors
-    /// Its status and what it wrote, otherwise.
     pub fn exits_well(&mut self) -> Outcome {
         let (status, lines) = self.last_lines()?;
         if status.success() {
@@ -206,18 +170,12 @@ impl Rank {
     }
 
     /// Kills it (`kill -9`) and waits.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn kill(&mut self) -> Outcome {
         self.child.kill().map(drop)
     }
 
     /// Kills it and waits until it has ended, but leaves it as it is then, as a parent does that does not look
     /// after its children.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn kill_and_leave(&self) -> Outcome {
         self.signal(Signal::SIGKILL)?;
         let pid = Pid::from_raw(i32::try_from(self.pid())?);
@@ -227,9 +185,6 @@ impl Rank {
 
     /// Stops it, and waits until it stands: the signal alone lets its threads run on until one of them has
     /// taken it.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn stop(&self) -> Outcome {
         self.signal(Signal::SIGSTOP)?;
         let pid = Pid::from_raw(i32::try_from(self.pid())?);
@@ -238,9 +193,6 @@ impl Rank {
     }
 
     /// Sends it a signal.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn signal(&self, signal: Signal) -> Outcome {
         let pid =
             i32::try_from(self.pid()).map_err(|_| Trouble::new("a process id out of range"))?;
@@ -248,9 +200,6 @@ impl Rank {
     }
 
     /// Waits until it has ended by itself, or by a signal that it was sent.
-    ///
-    /// # Errors
-    /// When it does not end in time.
     pub fn ends_within(&mut self, timeout: Duration) -> Outcome<ExitStatus> {
         let deadline = Instant::now() + timeout;
         while self.child.line(deadline)?.is_some() {}
@@ -268,9 +217,6 @@ impl Rank {
     }
 
     /// Waits until its standard error holds `text`: what it wrote before an answer may arrive after it.
-    ///
-    /// # Errors
-    /// When that does not happen in time.
     pub fn complained(&self, text: &str) -> Outcome {
         let deadline = Instant::now() + COMPLAINT_TIMEOUT;
         while !self.stderr().contains(text) {

@@ -67,9 +67,6 @@ impl SpmdOptions {
 
     /// Does `job`, which says how often it was paused, with so many steps, and with twice as many each time that was less than `pauses_min`:
     /// on a busy machine commands are slow.
-    ///
-    /// # Errors
-    /// When a job failed, or none was paused so often in time.
     pub fn paused_often(
         &self,
         pauses_min: u32,
@@ -109,9 +106,6 @@ pub struct Spmd {
 
 impl Spmd {
     /// Starts all ranks, and waits until each has its first piece of memory.
-    ///
-    /// # Errors
-    /// When a rank failed.
     pub fn start(stage: &Stage, options: &SpmdOptions) -> Outcome<Self> {
         let dir = stage.job_dir()?;
         let start = |index| Rank::start(index, &mut rank_command(stage, options, &dir, index));
@@ -124,9 +118,6 @@ impl Spmd {
     }
 
     /// Waits `timeout` for the end of the job; says whether it has come.
-    ///
-    /// # Errors
-    /// When a rank failed, or the job takes too long in all.
     pub fn is_done_within(&mut self, timeout: Duration) -> Outcome<bool> {
         let until = Instant::now() + timeout;
         for (rank, result) in self.ranks.iter_mut().zip(&mut self.results) {
@@ -142,9 +133,6 @@ impl Spmd {
     }
 
     /// Waits for the end of the job and returns the sums of all ranks.
-    ///
-    /// # Errors
-    /// As [`Spmd::is_done_within`].
     pub fn finish(mut self) -> Outcome<Vec<u64>> {
         while !self.is_done_within(Duration::from_secs(5))? {}
         let sum = |answer: &Answer| answer.numbers::<2>().map(|[_, sum]| sum);

@@ -13,13 +13,15 @@ use tenants::run_dir::RunDir;
 use tenants::settings::{PREFIX, TEST_PREFIX};
 use vmm_pool::driver::{DeviceOrdinal, MemoryInfo};
 
-use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child};
+use crate::{Files, Job, JobOptions, Outcome, Ran, Rank, Trouble, child, until};
 
 /// Bytes of a mebibyte.
 pub const MIB: u64 = 1 << 20;
 
 /// How long one run of the command may take, on a busy machine too.
 const COMMAND_TIMEOUT: Duration = Duration::from_mins(5);
+/// How long a change takes that nobody leads, on a busy machine too.
+const SETTLES_WITHIN: Duration = Duration::from_mins(2);
 /// Time for each phase of what must succeed, on a busy machine too.
 const PATIENT: &[&str] = &["--timeout", "4m"];
 
@@ -33,9 +35,6 @@ pub struct Stage {
 
 impl Stage {
     /// A node with one device per capacity.
-    ///
-    /// # Errors
-    /// When the built files are not named in the environment, or the system refuses.
     pub fn new(capacities_bytes: &[u64]) -> Outcome<Self> {
         let files = Files::from_environment()?;
         Ok(Self { files, jobs: AtomicU32::new(0), place: Place::new(capacities_bytes)? })
@@ -52,9 +51,6 @@ impl Stage {
     }
 
     /// Where tenants live, for use in this process.
-    ///
-    /// # Panics
-    /// When it is not usable.
     pub fn run_dir(&self) -> &RunDir {
         self.place.run_dir()
     }
@@ -85,27 +81,18 @@ impl Stage {
     }
 
     /// Runs the `sublet` command.
-    ///
-    /// # Errors
-    /// When it could not be started or did not end in time.
     pub fn sublet<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Outcome<Ran> {
         let mut command = self.command(&self.files.sublet);
         child::run(command.args(arguments), Instant::now() + COMMAND_TIMEOUT)
     }
 
     /// Runs the `sublet` command with a variable of its environment set.
-    ///
-    /// # Errors
-    /// As [`Stage::sublet`].
     pub fn sublet_told(&self, name: &str, value: &str, arguments: &[&str]) -> Outcome<Ran> {
         let mut command = self.command(&self.files.sublet);
         child::run(command.env(name, value).args(arguments), Instant::now() + COMMAND_TIMEOUT)
     }
 
     /// Runs the `sublet` command, with room for so many open files until it asks for more.
-    ///
-    /// # Errors
-    /// As [`Stage::sublet`].
     pub fn sublet_with_files(&self, files: u32, arguments: &[&str]) -> Outcome<Ran> {
         let mut command = self.command(Path::new("sh"));
         let script = format!("ulimit -Sn {files} && exec \"$0\" \"$@\"");
@@ -114,17 +101,11 @@ impl Stage {
     }
 
     /// Starts a job and waits until every rank has its memory.
-    ///
-    /// # Errors
-    /// When a rank failed.
     pub fn job(&self, options: &JobOptions) -> Outcome<Job> {
         Job::start(self, options, &self.job_dir()?)
     }
 
     /// As [`Stage::job`], and the ranks open each other's memory and do a step.
-    ///
-    /// # Errors
-    /// When a rank failed.
     pub fn connected_job(&self, options: &JobOptions) -> Outcome<Job> {
         let mut job = self.job(options)?;
         job.connect()?;
@@ -133,43 +114,48 @@ impl Stage {
     }
 
     /// A node with tenant `train` on it, of so many ranks that are connected.
-    ///
-    /// # Errors
-    /// As [`Stage::new`] and [`Stage::connected_job`].
     pub fn with_train(capacities_bytes: &[u64], ranks: usize) -> Outcome<(Self, Job)> {
         let stage = Self::new(capacities_bytes)?;
         let job = stage.connected_job(&JobOptions::new("train", ranks))?;
         Ok((stage, job))
     }
 
-    /// Starts `programs/devices.c`, one process that uses all devices of the node, and waits until it has its
-    /// memory. Under the preload object when a tenant is named.
-    ///
-    /// # Errors
-    /// When it failed.
-    pub fn process_on_all_devices(&self, tenant: Option<&str>) -> Outcome<Rank> {
-        let mut process = Rank::start(0, &mut self.program(tenant, &Files::program("devices")))?;
+    /// A process that says that it is there.
+    fn started(command: &mut Command) -> Outcome<Rank> {
+        let mut process = Rank::start(0, command)?;
         process.answer()?;
         Ok(process)
     }
 
+    /// A program in a tenant, by `sublet run` with these additional words.
+    fn run(&self, tenant: &str, words: &[&str], program: &Path) -> Command {
+        let mut command = self.command(&self.files.sublet);
+        command.args(["run", "--join", "--tenant", tenant]).args(words).arg("--library");
+        command.arg(&self.files.preload).arg("--").arg(program);
+        command.env("SUBLET_FILE_DIR", self.place.path());
+        command
+    }
+
+    /// A program on this node, under the preload object when a tenant is named.
+    fn program(&self, tenant: Option<&str>, program: &Path) -> Command {
+        tenant.map_or_else(|| self.command(program), |tenant| self.run(tenant, &[], program))
+    }
+
+    /// Starts `programs/devices.c`, one process that uses all devices of the node, and waits until it has its
+    /// memory. Under the preload object when a tenant is named.
+    pub fn process_on_all_devices(&self, tenant: Option<&str>) -> Outcome<Rank> {
+        Self::started(&mut self.program(tenant, &Files::program("devices")))
+    }
+
     /// Starts `programs/hoard.c` in tenant `tenant`, with further options of `sublet run` and its environment.
-    ///
-    /// # Errors
-    /// When it failed.
     pub fn hoard(
         &self,
         tenant: &str,
         options: &[&str],
         environment: &[(&str, &str)],
     ) -> Outcome<Rank> {
-        let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--join", "--tenant", tenant]).args(options).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(Files::program("hoard"));
-        command.env("SUBLET_FILE_DIR", self.place.path()).envs(environment.iter().copied());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
+        let mut command = self.run(tenant, options, &Files::program("hoard"));
+        Self::started(command.envs(environment.iter().copied()))
     }
 
     /// Where the loader finds the simulated driver, and the simulated management library next to it.
@@ -179,36 +165,22 @@ impl Stage {
 
     /// Starts `programs/nvml.py`, which asks NVML and never uses CUDA; in a tenant where one is named, with further options of
     /// `sublet run` and its environment.
-    ///
-    /// # Errors
-    /// When it failed.
     pub fn asks_nvml(
         &self,
         tenant: Option<&str>,
         options: &[&str],
         environment: &[(&str, &str)],
     ) -> Outcome<Rank> {
-        let mut command = match tenant {
-            None => self.command(Path::new("python3")),
-            Some(tenant) => {
-                let mut command = self.command(&self.files.sublet);
-                command.args(["run", "--join", "--tenant", tenant]).args(options).arg("--library");
-                command.arg(&self.files.preload).args(["--", "python3"]);
-                command
-            }
-        };
+        let python = Path::new("python3");
+        let mut command =
+            tenant.map_or_else(|| self.command(python), |tenant| self.run(tenant, options, python));
         command.arg(Files::script("nvml.py")).env("LD_LIBRARY_PATH", self.libraries_with_nvml());
         command.env("PYTHONDONTWRITEBYTECODE", "1").envs(environment.iter().copied());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
+        Self::started(&mut command)
     }
 
     /// Starts `programs/handmade.c` on as many devices of the node, `mode` as it says, and waits until its ranks have
     /// opened each other's memory. Under the preload object when a tenant is named.
-    ///
-    /// # Errors
-    /// When one failed.
     pub fn handmade(&self, tenant: Option<&str>, ranks: usize, mode: &str) -> Outcome<Vec<Rank>> {
         let dir = self.job_dir()?;
         let start = |rank: usize| {
@@ -227,29 +199,17 @@ impl Stage {
     }
 
     /// Starts `programs/wander.c` in a tenant, for so many steps, and waits until it has memory.
-    ///
-    /// # Errors
-    /// When it does not come up.
     pub fn wanderer(&self, tenant: &str, seed: u64, steps: u32) -> Outcome<Rank> {
         let mut command = self.program(Some(tenant), &Files::program("wander"));
-        command.arg(seed.to_string()).arg(steps.to_string());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
+        Self::started(command.arg(seed.to_string()).arg(steps.to_string()))
     }
 
     /// Starts `programs/turns.c` on a device, in a tenant, by `sublet run` with these additional words, and waits until it has joined.
-    ///
-    /// # Errors
-    /// When it does not come up.
     pub fn turn_taker(&self, tenant: &str, words: &[&str], device: u32) -> Outcome<Rank> {
         self.turn_taker_with(tenant, words, &[], device)
     }
 
     /// As [`Stage::turn_taker`], with `settings`, variables of its environment alone: `sublet run` does not check them.
-    ///
-    /// # Errors
-    /// When it does not come up.
     pub fn turn_taker_with(
         &self,
         tenant: &str,
@@ -257,52 +217,31 @@ impl Stage {
         settings: &[(&str, &str)],
         device: u32,
     ) -> Outcome<Rank> {
-        let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--join", "--tenant", tenant]).args(words).arg("--library");
-        command.arg(&self.files.preload).args(["--", "env"]);
+        let mut command = self.run(tenant, words, Path::new("env"));
         command.args(settings.iter().map(|(name, value)| format!("{name}={value}")));
-        command.arg(Files::program("turns")).arg(device.to_string());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
+        Self::started(command.arg(Files::program("turns")).arg(device.to_string()))
     }
 
     /// Starts `programs/kept.c`, in a tenant where one is named, with `settings` in its environment, and waits until it has a context.
-    ///
-    /// # Errors
-    /// When it failed.
     pub fn keeper(&self, tenant: Option<&str>, settings: &[(&str, &str)]) -> Outcome<Rank> {
         let mut command = self.program(tenant, &Files::program("kept"));
-        let mut process = Rank::start(0, command.envs(settings.iter().copied()))?;
-        process.answer()?;
-        Ok(process)
+        Self::started(command.envs(settings.iter().copied()))
     }
 
     /// Starts `programs/family.c` in a tenant, by `sublet run` with these additional words, and waits until it has joined.
     /// `settings` are variables of its environment.
-    ///
-    /// # Errors
-    /// When it failed.
     pub fn relative(
         &self,
         tenant: &str,
         words: &[&str],
         settings: &[(&str, &str)],
     ) -> Outcome<Rank> {
-        let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--join", "--tenant", tenant]).args(words).arg("--library");
-        command.arg(&self.files.preload).arg("--").arg(Files::program("family"));
-        command.envs(settings.iter().copied());
-        let mut process = Rank::start(0, &mut command)?;
-        process.answer()?;
-        Ok(process)
+        let mut command = self.run(tenant, words, &Files::program("family"));
+        Self::started(command.envs(settings.iter().copied()))
     }
 
     /// Starts a program of the GPU lane, `gpu-tests/programs`, on this node, over the simulated NCCL. Its
     /// values go to the directory that comes with it.
-    ///
-    /// # Errors
-    /// When it could not be started.
     pub fn lane_program(
         &self,
         tenant: Option<&str>,
@@ -314,9 +253,6 @@ impl Stage {
     }
 
     /// As [`Stage::lane_program`], with variables of its environment.
-    ///
-    /// # Errors
-    /// When it could not be started.
     pub fn lane_program_with(
         &self,
         tenant: Option<&str>,
@@ -349,22 +285,7 @@ impl Stage {
         Ok((Rank::start(0, &mut command)?, dir))
     }
 
-    /// A program on this node, under the preload object when a tenant is named.
-    fn program(&self, tenant: Option<&str>, program: &Path) -> Command {
-        let Some(tenant) = tenant else {
-            return self.command(program);
-        };
-        let mut command = self.command(&self.files.sublet);
-        command.args(["run", "--join", "--tenant", tenant, "--library"]);
-        command.arg(&self.files.preload).arg("--").arg(program);
-        command.env("SUBLET_FILE_DIR", self.place.path());
-        command
-    }
-
     /// A new directory for the files of one job.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn job_dir(&self) -> Outcome<PathBuf> {
         let number = self.jobs.fetch_add(1, Ordering::Relaxed);
         let dir = self.place.path().join(format!("job{number}"));
@@ -373,42 +294,27 @@ impl Stage {
     }
 
     /// Runs a `sublet` command that takes `--timeout`, with much time for each phase; it must succeed.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn patiently(&self, arguments: &[&str]) -> Outcome<Ran> {
         self.sublet(&[arguments, PATIENT].concat())?.succeeded()
     }
 
     /// As [`Stage::patiently`]; some memory may stay, as when a peer lets it go at that instant.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn at_least_in_part(&self, arguments: &[&str]) -> Outcome<Ran> {
         let ran = self.sublet(&[arguments, PATIENT].concat())?;
         if ran.code == Some(3) { Ok(ran) } else { ran.succeeded() }
     }
 
     /// Pauses a tenant by the command, which must succeed. Returns its report.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn pause(&self, tenant: &str) -> Outcome<Value> {
         self.patiently(&["pause", tenant, "--json"])?.json()
     }
 
     /// Resumes a tenant by the command, which must succeed. Returns its report.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn resume(&self, tenant: &str) -> Outcome<Value> {
         self.patiently(&["resume", tenant, "--json"])?.json()
     }
 
     /// What `sublet stats --json` says of the processes of one tenant.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn members(&self, tenant: &str) -> Outcome<Vec<Value>> {
         let document = self.sublet(&["stats", tenant, "--json"])?.succeeded()?.json()?;
         let members = document["tenants"][0]["members"].as_array();
@@ -416,9 +322,6 @@ impl Stage {
     }
 
     /// The states of the processes of one tenant, without repetition.
-    ///
-    /// # Errors
-    /// What the command said.
     pub fn states(&self, tenant: &str) -> Outcome<Vec<String>> {
         let state = |member: &Value| member["member"]["state"].as_str().unwrap_or("?").to_owned();
         let mut states: Vec<String> = self.members(tenant)?.iter().map(state).collect();
@@ -427,18 +330,29 @@ impl Stage {
         Ok(states)
     }
 
+    /// Waits until all processes of one tenant are in this state. Each look is a run of the command, so this does not spin.
+    pub fn states_become(&self, tenant: &str, wanted: &str) -> Outcome {
+        let are_so = || Ok(self.states(tenant)? == [wanted]);
+        until(&format!("the processes of {tenant} are {wanted}"), SETTLES_WITHIN, are_so)
+    }
+
+    /// The states of the processes of one tenant, without repetition, once none of them is on its way.
+    pub fn settled(&self, tenant: &str) -> Outcome<Vec<String>> {
+        let mut states = Vec::new();
+        // Each look is a run of the command, so this does not spin.
+        until(&format!("no process of {tenant} is on its way"), SETTLES_WITHIN, || {
+            states = self.states(tenant)?;
+            Ok(states.iter().all(|state| state == "active" || state == "paused"))
+        })?;
+        Ok(states)
+    }
+
     /// What the driver says of a device's memory.
-    ///
-    /// # Errors
-    /// What the driver said.
     pub fn memory(&self, device: i32) -> Outcome<MemoryInfo> {
         Ok(self.place.memory(DeviceOrdinal(device))?)
     }
 
     /// What turns have decided, a line each.
-    ///
-    /// # Errors
-    /// When the command failed.
     pub fn decisions(&self) -> Outcome<Vec<String>> {
         let shown = self.sublet(&["turns", "--json"])?.succeeded()?.json()?;
         let lines = shown["decisions"].as_array().into_iter().flatten();
@@ -446,9 +360,6 @@ impl Stage {
     }
 
     /// Bytes of a device that somebody holds.
-    ///
-    /// # Errors
-    /// What the driver said.
     pub fn used_bytes(&self, device: i32) -> Outcome<u64> {
         Ok(self.place.used_bytes(DeviceOrdinal(device))?)
     }

@@ -63,17 +63,11 @@ pub struct Steps {
 
 impl Steps {
     /// Starts `program` (the path of `sublet-steps`) with `words`: the action, and how.
-    ///
-    /// # Errors
-    /// When it could not be started.
     pub fn start(stage: &Stage, program: &Path, tenant: &str, words: &[&str]) -> Outcome<Self> {
         Self::start_by(stage.command(program), &stage.run_dir_path(), tenant, words)
     }
 
     /// As [`Steps::start`], by a command of its own and of tenants that live in `run_dir`.
-    ///
-    /// # Errors
-    /// As [`Steps::start`].
     pub fn start_by(
         mut command: Command,
         run_dir: &Path,
@@ -90,17 +84,11 @@ impl Steps {
     }
 
     /// Lets it go on to `boundary`, where it stays.
-    ///
-    /// # Errors
-    /// When it does not come there.
     pub fn until(&mut self, boundary: Boundary) -> Outcome {
         self.until_line(&boundary.to_string())
     }
 
     /// Lets it go on until it says `wanted`, where it stays.
-    ///
-    /// # Errors
-    /// When it does not come there.
     pub fn until_line(&mut self, wanted: &str) -> Outcome {
         let deadline = Instant::now() + STEP_TIMEOUT;
         if std::mem::take(&mut self.waits) {
@@ -120,9 +108,6 @@ impl Steps {
     }
 
     /// Lets it go on to its end; returns its last line.
-    ///
-    /// # Errors
-    /// When it does not come to its end.
     pub fn finish(&mut self) -> Outcome<String> {
         let deadline = Instant::now() + STEP_TIMEOUT;
         self.child.close_input();
@@ -135,9 +120,6 @@ impl Steps {
     }
 
     /// Kills it (`kill -9`) and waits.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn kill(&mut self) -> Outcome {
         self.child.kill().map(drop)
     }

@@ -19,9 +19,6 @@ impl Trouble {
 }
 
 /// Asks again and again until it `is_so`, for at most `limit`.
-///
-/// # Errors
-/// It did not come to `what`, or asking failed.
 pub fn until(what: &str, limit: Duration, mut is_so: impl FnMut() -> Outcome<bool>) -> Outcome {
     let deadline = Instant::now() + limit;
     while !is_so()? {

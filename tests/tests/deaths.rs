@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Stage, Steps, Trouble};
+use sublet_tests::{
+    Boundary, Job, JobOptions, MIB, Outcome, PAUSE, RESUME, Random, Stage, Steps, Trouble,
+};
 use tenants::wire::Phase;
 
 const CAPACITIES: [u64; 3] = [64 * MIB; 3];
@@ -22,21 +24,6 @@ const TOLD_WITHIN: Duration = Duration::from_secs(45);
 
 fn steps(stage: &Stage, words: &[&str]) -> Outcome<Steps> {
     Steps::start(stage, Path::new(env!("CARGO_BIN_EXE_sublet-steps")), "train", words)
-}
-
-/// No process is on its way any more.
-fn settled(stage: &Stage) -> Outcome<Vec<String>> {
-    let deadline = Instant::now() + Duration::from_mins(2);
-    loop {
-        // Each look is a run of the command, so this does not spin.
-        let states = stage.states("train")?;
-        if states.iter().all(|state| state == "active" || state == "paused") {
-            return Ok(states);
-        }
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("the processes stay {states:?}")));
-        }
-    }
 }
 
 /// The survivors give all they have to another tenant, are brought back without what is lost, and end.
@@ -54,6 +41,7 @@ fn survivors_can_go_on(stage: &Stage, job: &mut Job, dead: usize) -> Outcome {
     let refused = stage.sublet(&["resume", "train", "--timeout", "10s"])?.exited(1)?;
     let who = format!("process {pid} (");
     assert!(refused.stderr.contains(&who) && refused.stderr.contains("has ended"), "{refused:#?}");
+    assert!(refused.stderr.contains("--without-lost"), "{refused:#?}");
     assert_eq!(stage.states("train")?, ["paused"]);
     let ran = stage.patiently(&["resume", "train", "--without-lost"])?;
     assert!(ran.stdout.contains(&who) && ran.stdout.contains("are lost"), "{ran:#?}");
@@ -89,7 +77,7 @@ fn kill_a_rank(action: &str, boundary: Boundary, victim: usize) -> Outcome {
     let who = format!("process {}", job.ranks[victim].pid());
     assert!(last || said.contains(&who), "no '{who}' in: {said}");
     assert!(last || said.contains("has ended ("), "not what it was in: {said}");
-    settled(&stage)?;
+    stage.settled("train")?;
     survivors_can_go_on(&stage, &mut job, victim)
 }
 
@@ -127,7 +115,7 @@ fn kill_the_coordinator(stage: &Stage, job: &mut Job, action: &str, boundary: Bo
     steps.until(boundary)?;
     steps.kill()?;
     // Statistics change nothing; they show that the processes settle it alone.
-    let states = settled(stage)?;
+    let states = stage.settled("train")?;
     let told = match boundary {
         Boundary::Started(phase) => phase == Phase::Verify,
         Boundary::Done(phase) => phase.is_decided(),
@@ -201,7 +189,7 @@ fn rank_and_coordinator_killed_together_leave_the_others_able_to_go_on() -> Outc
         steps.until(boundary)?;
         job.ranks[1].kill()?;
         steps.kill()?;
-        settled(&stage)?;
+        stage.settled("train")?;
         survivors_can_go_on(&stage, &mut job, 1)
             .map_err(|trouble| Trouble::new(format!("{action} at '{boundary}': {trouble}")))?;
     }
@@ -283,7 +271,7 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
                     let who = format!("process {}", job.ranks[1].pid());
                     assert!(said.contains(&who) && said.contains("has ended ("), "{what}: {said}");
                 }
-                settled(&stage)?;
+                stage.settled("train")?;
                 assert!(begin.elapsed() < TOLD_WITHIN, "{what}: only after {:?}", begin.elapsed());
                 stage.pause("train")?;
                 stage.patiently(&["resume", "train", "--without-lost"])?;
@@ -294,17 +282,6 @@ fn rank_killed_beside_its_child_on_the_way_is_named_and_the_others_are_settled()
     Ok(())
 }
 
-/// A generator that a printed seed repeats.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
-}
-
 #[expect(clippy::disallowed_methods, reason = "a random instant is waited for, not an event")]
 fn wait(random: &mut Random, limit_us: u64) {
     std::thread::sleep(Duration::from_micros(random.below(limit_us)));
@@ -312,10 +289,7 @@ fn wait(random: &mut Random, limit_us: u64) {
 
 #[test]
 fn processes_killed_at_random_instants_leave_the_others_able_to_go_on() -> Outcome {
-    let seed = std::env::var("SUBLET_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = seed.unwrap_or_else(|| u64::from(std::process::id()));
-    println!("SUBLET_TEST_SEED={seed}");
-    let mut random = Random(seed);
+    let mut random = Random::new()?;
     let rounds = std::env::var("SUBLET_TEST_ROUNDS").ok().and_then(|count| count.parse().ok());
     for round in 0..rounds.unwrap_or(6) {
         let stage = Stage::new(&CAPACITIES)?;
@@ -345,7 +319,7 @@ fn processes_killed_at_random_instants_leave_the_others_able_to_go_on() -> Outco
         let begin = Instant::now();
         command.wait()?;
         assert!(begin.elapsed() < TOLD_WITHIN, "the command took {:?}", begin.elapsed());
-        settled(&stage)?;
+        stage.settled("train")?;
         if kills_rank {
             survivors_can_go_on(&stage, &mut job, victim)?;
         } else {
@@ -398,7 +372,7 @@ fn ranks_that_pause_together_are_all_told_who_died() -> Outcome {
 
 #[test]
 fn rank_killed_while_ranks_pause_together_is_not_waited_for() -> Outcome {
-    let mut random = Random(6);
+    let mut random = Random::new()?;
     for victim in [0, 1, 0, 1, 0, 1] {
         let stage = Stage::new(&CAPACITIES)?;
         let mut job = stage.connected_job(&JobOptions::new("train", 2))?;

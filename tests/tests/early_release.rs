@@ -2,9 +2,9 @@
 
 use std::path::Path;
 use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble, until};
 use tenants::coordinator::{Coordinator, Options, Outcome as Done, Report};
 use tenants::identity::TenantName;
 use tenants::wire::Phase;
@@ -37,18 +37,13 @@ fn wait_ms(milliseconds: u64) {
 }
 
 /// All processes stand in one state that is to stay.
-fn settled(stage: &Stage) -> Outcome<String> {
-    let deadline = Instant::now() + Duration::from_mins(2);
-    loop {
-        let states = stage.states("train")?;
-        match &states[..] {
-            [state] if state == "active" || state == "paused" => return Ok(state.clone()),
-            _ if Instant::now() >= deadline => {
-                return Err(Trouble::new(format!("the processes are {states:?}")));
-            }
-            _ => {}
-        }
-    }
+fn settled(stage: &Stage) -> Outcome<Vec<String>> {
+    let mut states = Vec::new();
+    until("all processes stand in one state", Duration::from_mins(2), || {
+        states = stage.settled("train")?;
+        Ok(states.len() == 1)
+    })?;
+    Ok(states)
 }
 
 /// The phases in which contents were saved.
@@ -115,7 +110,8 @@ fn no_room_in_host_memory_is_found_out_before_anything_has_gone() -> Outcome {
     let used_bytes = stage.used_bytes(0)?;
     let error = pause(&stage).map(drop).expect_err("there is no room");
     assert!(error.to_string().contains("SUBLET_HOST_BYTES_MAX"), "{error}");
-    assert_eq!((settled(&stage)?, stage.used_bytes(0)?), ("active".to_owned(), used_bytes));
+    assert_eq!(settled(&stage)?, ["active"]);
+    assert_eq!(stage.used_bytes(0)?, used_bytes);
     job.works_and_exits()
 }
 

@@ -59,23 +59,6 @@ fn frees_of_a_resumed_job_give_the_memory_to_the_driver() -> Outcome {
 }
 
 #[test]
-fn rank_killed_while_paused_is_named_by_the_resume_and_nothing_hangs() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = paused_job(&stage, 3)?;
-    job.ranks[2].kill()?;
-    let ran = stage.sublet(&["resume", "train", "--timeout", "5s"])?;
-    assert_ne!(ran.code, Some(0), "{ran:#?}");
-    let who = format!("process {} (", job.ranks[2].pid());
-    assert!(ran.stderr.contains(&who) && ran.stderr.contains(") has ended"), "{ran:#?}");
-    assert!(ran.stderr.contains("--without-lost"), "{ran:#?}");
-    // Its peers cannot do without its memory: they stay paused, and can be ended or told to go on.
-    assert_eq!(stage.states("train")?, ["paused"]);
-    assert!(stage.used_bytes(0)? <= 2 * MIB);
-    assert_eq!(stage.used_bytes(2)?, 0, "memory of a killed process stays");
-    Ok(())
-}
-
-#[test]
 fn rank_killed_while_paused_does_not_hold_back_those_that_share_nothing_with_it() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     // Not connected: nobody imports anything.
@@ -114,6 +97,8 @@ fn what_dead_processes_left_behind_is_removed() -> Outcome {
     assert!(dir.is_dir(), "the kill came too late");
     let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
     assert!(ran.stderr.contains("tenant 'train' has no live process"), "{ran:#?}");
+    assert!(ran.stderr.contains("2 dead processes"), "{ran:#?}");
+    assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
     assert!(!dir.exists(), "the directory stays");
     let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
     assert!(ran.stderr.contains("there is no tenant 'train'"), "{ran:#?}");

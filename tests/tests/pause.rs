@@ -17,18 +17,13 @@ fn every_byte_is_there_after_twenty_cycles() -> Outcome {
         job.step(1)?;
     }
     job.verify()?;
-    assert_eq!(job.steps_done(), 21);
-    job.exit()
-}
-
-#[test]
-fn every_byte_is_there_after_each_of_three_cycles_without_work_between() -> Outcome {
-    let (stage, mut job) = Stage::with_train(&CAPACITIES, 3)?;
+    // And without work between.
     for _ in 0..3 {
         stage.pause("train")?;
         stage.resume("train")?;
         job.verify()?;
     }
+    assert_eq!(job.steps_done(), 21);
     job.exit()
 }
 
@@ -146,24 +141,6 @@ fn what_is_so_already_succeeds_and_is_said() -> Outcome {
 }
 
 #[test]
-fn swap_exchanges_two_tenants_that_do_not_fit_together() -> Outcome {
-    let stage = Stage::new(&CAPACITIES[..2])?;
-    let big = |tenant: &str| JobOptions { tensor_mib: 56, ..JobOptions::new(tenant, 2) };
-    let mut train = stage.connected_job(&big("train"))?;
-    stage.pause("train")?;
-    let mut infer = stage.connected_job(&big("infer"))?;
-    for _ in 0..2 {
-        stage.patiently(&["swap", "infer", "train"])?;
-        train.works()?;
-        assert_eq!(stage.states("infer")?, ["paused"]);
-        stage.patiently(&["swap", "train", "infer"])?;
-        infer.works()?;
-        assert_eq!(stage.states("train")?, ["paused"]);
-    }
-    Ok(())
-}
-
-#[test]
 fn all_tenants_are_paused_by_one_command_and_one_that_refuses_keeps_no_other() -> Outcome {
     let stage = Stage::new(&CAPACITIES[..1])?;
     let train = stage.connected_job(&JobOptions::new("train", 1))?;
@@ -209,4 +186,19 @@ fn a_dry_run_says_what_a_pause_frees_and_moves_nothing() -> Outcome {
     assert!(plan["host_bytes_max"].as_u64() >= Some(all), "{all}: {plan:#}");
     stage.resume("train")?;
     job.exit()
+}
+
+#[test]
+fn two_commands_at_once_take_turns() -> Outcome {
+    let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
+    for verb in ["pause", "resume"] {
+        let said = std::thread::scope(|scope| -> Outcome<Vec<String>> {
+            let run = || stage.patiently(&[verb, "train"]).map(|ran| ran.stdout);
+            let threads = [scope.spawn(run), scope.spawn(run)];
+            threads.into_iter().map(|thread| thread.join().expect("the thread ends")).collect()
+        })?;
+        let already = said.iter().filter(|text| text.contains("already")).count();
+        assert_eq!(already, 1, "{said:?}");
+    }
+    job.works_and_exits()
 }

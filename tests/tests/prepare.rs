@@ -1,11 +1,11 @@
 //! Host memory that is brought in before the pause that needs it, by the command and by processes themselves.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
-use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble, until};
 
 /// Host memory comes in pieces of this size.
 const CHUNK: u64 = 256 * MIB;
@@ -49,25 +49,9 @@ fn takes_host_memory(names: &[String]) -> bool {
     names.iter().any(|name| ["wait for host memory", "pin host memory"].contains(&name.as_str()))
 }
 
-/// Others have their turn.
-fn a_moment() {
-    let (_open, nothing) = std::sync::mpsc::channel::<()>();
-    nothing.recv_timeout(Duration::from_millis(20)).ok();
-}
-
-/// Looks until `is_so`, for a while.
+/// Looks until `is_so`, for a while. Each look is a run of the command, so this does not spin.
 fn wait_until(stage: &Stage, is_so: impl Fn(&[(u64, u64)]) -> bool) -> Outcome {
-    let deadline = Instant::now() + Duration::from_mins(1);
-    loop {
-        let now = host(stage)?;
-        if is_so(&now) {
-            return Ok(());
-        }
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("still {now:?}")));
-        }
-        a_moment();
-    }
+    until("host memory is there", Duration::from_mins(1), || Ok(is_so(&host(stage)?)))
 }
 
 #[test]
@@ -166,14 +150,6 @@ fn limit_of_the_tenant_refuses_it_before_anything_is_taken() -> Outcome {
 }
 
 #[test]
-fn tenant_that_is_not_there_is_named() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let refused = stage.sublet(&["prepare", "train"])?.exited(1)?;
-    assert!(refused.stderr.contains("'train'"), "{}", refused.stderr);
-    Ok(())
-}
-
-#[test]
 fn processes_that_are_told_to_prepare_by_themselves_up_to_their_bound() -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
     let mut job = stage.connected_job(&options(2).with("SUBLET_PREPARE", "256M"))?;
@@ -200,17 +176,13 @@ fn share_of_a_limit_is_all_that_a_process_prepares_by_itself() -> Outcome {
     let mut job = stage.connected_job(&options)?;
     wait_until(&stage, |now| now == [(CHUNK, 2 * CHUNK); 2])?;
     let stage_of = |member: &Value| member["host"]["stage"].clone();
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
+    let mut text = String::new();
+    until("all processes have stopped", Duration::from_secs(30), || {
         let members = stage.members("train")?;
-        if members.iter().all(|member| stage_of(member)["stopped"]["message"].is_string()) {
-            let text = stage_of(&members[0]).to_string();
-            assert!(text.contains("SUBLET_HOST_BYTES_MAX"), "{text}");
-            break;
-        }
-        assert!(Instant::now() < deadline, "{members:?}");
-        a_moment();
-    }
+        text = stage_of(&members[0]).to_string();
+        Ok(members.iter().all(|member| stage_of(member)["stopped"]["message"].is_string()))
+    })?;
+    assert!(text.contains("SUBLET_HOST_BYTES_MAX"), "{text}");
     job.step(1)?;
     job.exit()
 }

@@ -266,23 +266,13 @@ fn signal_command(command: &Child, signal: Signal) -> Outcome {
     Ok(kill(Pid::from_raw(i32::try_from(command.id())?), signal)?)
 }
 
-fn wait_for_state(stage: &Stage, wanted: &str) -> Outcome {
-    let deadline = Instant::now() + SOON;
-    while stage.states("train")? != [wanted] {
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("the processes do not become {wanted}")));
-        }
-    }
-    Ok(())
-}
-
 #[test]
 fn first_ctrl_c_takes_a_pause_back_and_says_so() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         job.ranks[0].do_it("spin")?;
         let command = start_command(&stage, &PATIENT)?;
-        wait_for_state(&stage, "offloading")?;
+        stage.states_become("train", "offloading")?;
         let begin = Instant::now();
         signal_command(&command, signal)?;
         let output = command.wait_with_output()?;
@@ -302,13 +292,13 @@ fn ctrl_z_does_not_stop_a_command_that_has_begun() -> Outcome {
     let (stage, mut job) = Stage::with_train(&CAPACITIES, 2)?;
     job.ranks[0].do_it("spin")?;
     let command = start_command(&stage, &PATIENT)?;
-    wait_for_state(&stage, "offloading")?;
+    stage.states_become("train", "offloading")?;
     for signal in [Signal::SIGTSTP, Signal::SIGTTOU] {
         signal_command(&command, signal)?;
     }
     // It waits for the kernel, and a call that the kernel waits for passes the gate by its leave alone.
     job.ranks[0].say("release spin")?;
-    wait_for_state(&stage, "paused")?;
+    stage.states_become("train", "paused")?;
     assert!(command.wait_with_output()?.status.success());
     stage.resume("train")?;
     assert!(job.ranks[0].answer()?.is_ok);
@@ -341,7 +331,7 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     job.ranks[0].do_it("spin")?;
     // Its undo cannot be answered while the rank is stopped.
     let command = start_command(&stage, &PATIENT)?;
-    wait_for_state(&stage, "offloading")?;
+    stage.states_become("train", "offloading")?;
     job.ranks[1].stop()?;
     signal_command(&command, Signal::SIGINT)?;
     let begin = Instant::now();
@@ -352,7 +342,7 @@ fn second_ctrl_c_leaves_at_once_and_the_processes_settle_it() -> Outcome {
     }
     assert_eq!(command.wait()?.code(), Some(130));
     job.ranks[1].signal(Signal::SIGCONT)?;
-    wait_for_state(&stage, "active")?;
+    stage.states_become("train", "active")?;
     job.ranks[0].do_it("release spin")?;
     job.works_and_exits()
 }
@@ -424,7 +414,7 @@ fn ctrl_c_behind_the_first_release_says_that_it_goes_on_and_the_second_that_some
         Ok(!command.wait()?.success())
     })?;
     assert_eq!(command.wait()?.code(), Some(3));
-    wait_for_state(&stage, "paused")?;
+    stage.states_become("train", "paused")?;
     stage.resume("train")?;
     job.works_and_exits()
 }
@@ -487,17 +477,4 @@ fn ends_when_interrupted(
 #[expect(clippy::disallowed_methods, reason = "an instant is waited for, not an event")]
 fn wait_ms(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
-}
-
-#[test]
-fn dead_tenant_is_one_line_of_error() -> Outcome {
-    let stage = Stage::new(&CAPACITIES)?;
-    let mut job = stage.job(&JobOptions::new("train", 2))?;
-    for rank in &mut job.ranks {
-        rank.kill()?;
-    }
-    let ran = stage.sublet(&["pause", "train"])?.exited(1)?;
-    assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
-    assert!(ran.stderr.contains("2 dead processes"), "{ran:#?}");
-    Ok(())
 }

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
@@ -50,20 +49,6 @@ fn stages<'a>(report: &'a Value, phase: &str) -> Vec<&'a Value> {
 fn runs(job: &mut Job) -> Outcome {
     job.step(1)?;
     job.verify().map(drop)
-}
-
-/// Steps of nobody who is left are under way any more.
-fn settled(stage: &Stage, tenant: &str) -> Outcome<Vec<String>> {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    loop {
-        let states = stage.states(tenant)?;
-        if states.iter().all(|state| state == "active" || state == "paused") {
-            return Ok(states);
-        }
-        if Instant::now() >= deadline {
-            return Err(Trouble::new(format!("the processes of {tenant} stay {states:?}")));
-        }
-    }
 }
 
 /// What one of the two tenants has on a device while it runs.
@@ -166,8 +151,8 @@ fn a_command_that_is_killed_loses_nothing() -> Outcome {
         let mut steps = steps(&stage)?;
         steps.until(boundary)?;
         steps.kill()?;
-        let left = settled(&stage, "infer")?;
-        assert_eq!(settled(&stage, "train")?, ["paused"], "{boundary}");
+        let left = stage.settled("infer")?;
+        assert_eq!(stage.settled("train")?, ["paused"], "{boundary}");
         let runs_on = boundary == Boundary::Done(Phase::Prepare)
             || boundary == Boundary::Started(Phase::Release);
         assert_eq!(left, [if runs_on { "active" } else { "paused" }], "{boundary}");
@@ -199,8 +184,8 @@ fn a_process_of_the_second_that_is_killed_brings_the_first_back() -> Outcome {
             "{boundary}: {said}"
         );
         assert!(said.contains("has ended"), "{boundary}: {said}");
-        assert_eq!(settled(&stage, "infer")?, ["active"]);
-        assert_eq!(settled(&stage, "train")?, ["paused"]);
+        assert_eq!(stage.settled("infer")?, ["active"]);
+        assert_eq!(stage.settled("train")?, ["paused"]);
         runs(&mut infer)?;
     }
     Ok(())
@@ -217,8 +202,8 @@ fn a_process_of_the_first_that_is_killed_is_named_and_the_second_comes() -> Outc
         let who = format!("process {}", infer.ranks[1].pid());
         let said = steps.finish()?;
         assert!(said.starts_with("ok") && said.contains(&who), "{boundary}: {said}");
-        assert_eq!(settled(&stage, "infer")?, ["paused"]);
-        assert_eq!(settled(&stage, "train")?, ["active"]);
+        assert_eq!(stage.settled("infer")?, ["paused"]);
+        assert_eq!(stage.settled("train")?, ["active"]);
         runs(&mut train)?;
     }
     Ok(())

@@ -59,4 +59,4 @@ class RealJobs:
         # Every mode runs under Sublet on GPUs, so that all are looked at in the same way.
         if self._options.device == "cpu":
             return command
-        return [sys.executable, "-m", "sublet", "run", "--tenant", tenant, "--family", _FAMILY, "--", *command]
+        return [sys.executable, "-m", "sublet", "run", "--join", "--tenant", tenant, "--family", _FAMILY, "--", *command]

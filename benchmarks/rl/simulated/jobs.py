@@ -59,6 +59,6 @@ class SimulatedJobs:
     def _team(self, role: str, numbers: dict[str, float], work: Path) -> Team:
         module = {"train": "rl.simulated.trainer", "infer": "rl.simulated.generator"}[role]
         words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "sublet", "run", "--tenant", role, "--family", _FAMILY, "--", sys.executable]
+        command = [sys.executable, "-m", "sublet", "run", "--join", "--tenant", role, "--family", _FAMILY, "--", sys.executable]
         commands = [[*command, "-m", module, *words]] * self._options.gpus
         return Team(role, self._options.gpus, commands, self._environment, work, self._options.deadline_s)

@@ -43,7 +43,6 @@ class Trainer:
         self._worker.hello(gpu=facts, parts={}, versions={})
 
     def run(self) -> None:
-        """All steps."""
         loss = reward = None
         for step in range(self._args.steps):
             data = self._memory["weights"].read()

@@ -13,9 +13,6 @@ use nix::sys::stat::Mode;
 const APART: &str = "SUBLET_TEST_APART";
 
 /// Runs `test`, which is the one that calls, once more in a process of its own. True in that process.
-///
-/// # Panics
-/// The test has failed there, or there is none of that name.
 pub fn in_own_process(test: &str) -> bool {
     if std::env::var_os(APART).is_some() {
         return true;
@@ -28,9 +25,6 @@ pub fn in_own_process(test: &str) -> bool {
 }
 
 /// Does `work` on a thread of its own: what waits for the other end of a pipe waits for ever.
-///
-/// # Panics
-/// It has panicked, or waits.
 pub fn without_waiting(work: impl FnOnce() + Send + 'static) {
     let (say, done) = mpsc::channel();
     let worker = std::thread::spawn(move || {
@@ -44,9 +38,6 @@ pub fn without_waiting(work: impl FnOnce() + Send + 'static) {
 }
 
 /// Makes a pipe with a name.
-///
-/// # Panics
-/// The system refuses it.
 pub fn make_fifo(path: &Path) {
     nix::unistd::mkfifo(path, Mode::S_IRWXU).expect("a pipe");
 }

@@ -11,6 +11,12 @@
 //!
 //! What can fail because of the system says so; what can fail only because a test is wrong panics.
 
+#![expect(
+    clippy::missing_errors_doc,
+    clippy::missing_panics_doc,
+    reason = "the head of the crate says it of all"
+)]
+
 pub mod apart;
 pub mod memory;
 mod place;

@@ -12,9 +12,6 @@ use vmm_pool::{Class, Pool, VirtualHandle};
 pub const UNIT: u64 = GRANULARITY_BYTES;
 
 /// A handle of new memory on `device`.
-///
-/// # Panics
-/// When it is refused.
 pub fn create(
     pool: &Pool<SimDriver>,
     device: DeviceOrdinal,
@@ -27,9 +24,6 @@ pub fn create(
 }
 
 /// Fresh addresses.
-///
-/// # Panics
-/// When they are refused.
 pub fn reserve(pool: &Pool<SimDriver>, size_bytes: u64) -> VaRange {
     let reserved = pool.driver().reserve(size_bytes, 0, DeviceAddress(0));
     let start = reserved.unwrap_or_else(|code| panic!("{size_bytes} bytes of addresses: {code}"));
@@ -37,9 +31,6 @@ pub fn reserve(pool: &Pool<SimDriver>, size_bytes: u64) -> VaRange {
 }
 
 /// Maps `handle` at fresh addresses, where `device` may read and write.
-///
-/// # Panics
-/// When it is refused.
 pub fn map(
     pool: &Pool<SimDriver>,
     handle: VirtualHandle,
@@ -60,18 +51,12 @@ pub fn page_of(seed: u64) -> Vec<u8> {
 }
 
 /// Fills `range` with pages of `seed`, as `device` would.
-///
-/// # Panics
-/// Where `device` may not write.
 pub fn write(driver: &SimDriver, device: DeviceOrdinal, range: VaRange, seed: u64) {
     let written = driver.core().fill_device(device, range, &page_of(seed));
     written.unwrap_or_else(|code| panic!("writing to {range:?}: {code}"));
 }
 
 /// Does all of `range` hold pages of `seed`, as `device` sees it?
-///
-/// # Errors
-/// Where `device` may not read.
 pub fn holds(
     driver: &SimDriver,
     device: DeviceOrdinal,

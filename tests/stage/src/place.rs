@@ -29,9 +29,6 @@ pub struct Place {
 
 impl Place {
     /// A node with one device per capacity in bytes.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn new(capacities_bytes: &[u64]) -> io::Result<Self> {
         let base = base_dir(capacities_bytes.iter().sum())?;
         let dir = tempfile::Builder::new().prefix("sublet-").tempdir_in(base)?;
@@ -56,9 +53,6 @@ impl Place {
     }
 
     /// Where tenants live, made when it is first needed.
-    ///
-    /// # Panics
-    /// When it is not usable.
     pub fn run_dir(&self) -> &RunDir {
         self.run_dir.get_or_init(|| {
             let opened = RunDir::open(Some(self.run_dir_path()), None);
@@ -72,23 +66,11 @@ impl Place {
     }
 
     /// A process that joins `tenant`.
-    ///
-    /// # Errors
-    /// The words of the member.
-    ///
-    /// # Panics
-    /// When the name is not good, or [`Self::run_dir`] is not usable.
     pub fn join(&self, tenant: &str, options: SimOptions) -> io::Result<Process> {
         self.join_with(tenant, options, |_| {})
     }
 
     /// As [`Place::join`], with settings as `change` leaves them.
-    ///
-    /// # Errors
-    /// As [`Place::join`].
-    ///
-    /// # Panics
-    /// As [`Place::join`].
     pub fn join_with(
         &self,
         tenant: &str,
@@ -109,18 +91,12 @@ impl Place {
     }
 
     /// What any process sees of a device's memory.
-    ///
-    /// # Errors
-    /// What the driver said.
     pub fn memory(&self, device: DeviceOrdinal) -> io::Result<MemoryInfo> {
         let looked = self.observer.memory_of(device);
         looked.map_err(|code| io::Error::other(format!("{device:?}: {code}")))
     }
 
     /// Bytes of a device that somebody holds.
-    ///
-    /// # Errors
-    /// What the driver said.
     pub fn used_bytes(&self, device: DeviceOrdinal) -> io::Result<u64> {
         let info = self.memory(device)?;
         Ok(info.total_bytes - info.free_bytes)
@@ -128,12 +104,6 @@ impl Place {
 }
 
 /// Redeems the ticket `fd` in `importer`, as its driver calls do.
-///
-/// # Errors
-/// The words of the member.
-///
-/// # Panics
-/// When it is no ticket.
 pub fn redeem(importer: &Process, fd: &OwnedFd) -> Result<VirtualHandle, ImportError> {
     let read = Ticket::read(fd.as_fd()).unwrap_or_else(|error| panic!("{error}"));
     let ticket = read.unwrap_or_else(|| panic!("{fd:?} is no ticket"));

@@ -5,9 +5,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 /// Builds `target` from `source` with the C compiler, warnings denied; `flags` come after the source.
-///
-/// # Panics
-/// When there is no compiler, or it refuses.
 pub fn cc<S: AsRef<OsStr>>(source: &Path, target: &Path, flags: &[S]) {
     let status = Command::new("cc")
         .args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-Wno-unused-variable"])
@@ -22,9 +19,6 @@ pub fn cc<S: AsRef<OsStr>>(source: &Path, target: &Path, flags: &[S]) {
 }
 
 /// What a program printed, which must have ended well.
-///
-/// # Panics
-/// When it has not.
 pub fn transcript(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let errors = String::from_utf8_lossy(&output.stderr);
