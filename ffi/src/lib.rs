@@ -2,10 +2,9 @@
 //!
 //! A call that NCCL makes to `cuMemMap` ends up here: [`replaced`] turns C arguments into Rust ones,
 //! `sublet_cuda_driver::vmm::map` passes the gate, and `vmm_pool::Pool::map` does it. How NCCL came to call us instead of
-//! the driver is the matter of [`interpose`].
+//! the driver is the matter of [`sublet_interpose`], the engine that has callers find our functions instead of others'.
 //!
-//! * [`interpose`]: the engine that has callers find our functions instead of others'. It has no table of its own.
-//! * [`interposed`]: what is handed to it: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
+//! * [`interposed`]: the tables that the engine is handed: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
 //! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `registrations`: libraries' functions that register memory with network cards and GDRCopy.
@@ -34,10 +33,10 @@ pub mod c_api;
 pub mod command;
 pub mod compat;
 mod contexts;
+mod driver;
 mod environment;
 mod guards;
 pub mod hooks;
-pub mod interpose;
 pub mod interposed;
 mod look;
 pub mod nccl;
@@ -54,7 +53,7 @@ mod signatures;
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!(
     "libsublet.so is written for x86-64: another processor needs its own assembly in four functions (`dlsym` and `versioned` of \
-     interposed.rs, `with_caller` of replaced/mod.rs, `exported` of interpose/library.rs)"
+     interposed.rs, `with_caller` of replaced/mod.rs, `exported` of sublet-interpose's library.rs)"
 );
 
 /// The drop-ins that are asked before memory is made.

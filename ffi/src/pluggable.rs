@@ -8,10 +8,10 @@ use std::ffi::c_int;
 use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
+use crate::driver::call_driver;
 use crate::guards;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
 use crate::{contexts, replaced, runtime};
+use sublet_interpose::Pointer;
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.

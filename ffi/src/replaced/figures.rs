@@ -9,8 +9,8 @@ use vmm_pool::budget::Figure;
 use vmm_pool::driver::DeviceOrdinal;
 
 use super::{SUCCESS, late_frees, size_t};
+use crate::driver::call_driver;
 use crate::environment;
-use crate::interpose::driver::call_driver;
 use crate::runtime;
 
 /// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A

@@ -15,8 +15,8 @@ use vmm_pool::driver::{
 
 use super::{Address, Handle, late_frees, range, with_caller, write_out};
 use crate::contexts;
+use crate::driver::call_driver;
 use crate::guards;
-use crate::interpose::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
 
 /// The driver knows no flags of these calls yet, and refuses all. `Done` is a call without any. One with flags about a

@@ -24,11 +24,11 @@ use vmm_pool::sync::lock;
 
 use crate::c_api::last_call::{fail_aloud, guarded_length, write_text};
 use crate::c_api::{self, pausing};
+use crate::driver::call_driver;
 use crate::guards::Guard;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
 use crate::pluggable::{sublet_torch_free, sublet_torch_malloc};
 use crate::runtime;
+use sublet_interpose::Pointer;
 
 /// Free device memory that an allocation in a region must leave; 0 for none.
 static MARGIN_BYTES: AtomicU64 = AtomicU64::new(0);

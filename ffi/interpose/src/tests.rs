@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use super::driver::Driver;
-use super::library::{Description, Library, interpose_library};
+use super::library::{Description, Library};
 use super::lookup::Decision;
 use super::patch::Purpose;
-use super::{Binding, Interposition, Pointer, loader};
+use super::provider::{Provider, Resident};
+use super::{Interposition, Pointer, loader};
 
 /// The library of the test: `sublettest_version` is its landmark, and tells copies apart.
 const LIBRARY: &str = "
@@ -41,7 +41,13 @@ static MADE_UP: Library = Library::new(Description {
     called: |name| CALLED.with_borrow_mut(|called| called.push(name.to_owned())),
 });
 
-static INTERPOSED: Interposition = Interposition::new(Driver::new(&[]), &[&MADE_UP], &[]);
+static NOWHERE: Resident = Resident::new(c"libsubletnone.so.1");
+
+static INTERPOSED: Interposition = Interposition::new(
+    Provider::new(&NOWHERE, "subletnone_", &[], &[], |_| Vec::new()),
+    &[&MADE_UP],
+    &[],
+);
 
 thread_local! {
     static FOUND: RefCell<Vec<bool>> = const { RefCell::new(Vec::new()) };
@@ -68,7 +74,7 @@ extern "C" fn nobody(_value: c_int) -> c_int {
     -2
 }
 
-interpose_library! {
+crate::interpose_library! {
     MADE_UP; missing = super::nobody;
     replaced in ours {
         sublettest_work;
@@ -133,9 +139,8 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
     let [[first, first_user], [second, second_user]] =
         [1000, 2000].map(|which| built(dir.path(), which));
     let (here, counted) = (built as *const (), || ours::COUNTED.load(Ordering::Relaxed));
-    let ask = |handle: Pointer, name: &CStr| {
-        INTERPOSED.decide(Binding::ByAttach, handle, name, here.expose_provenance())
-    };
+    let ask =
+        |handle: Pointer, name: &CStr| INTERPOSED.decide(handle, name, here.expose_provenance());
 
     // Bound by the loader, past us, until its slots are patched.
     let user = Opened::new(&first_user);
