@@ -12,10 +12,10 @@
 //! * [`attach`]: coming under Sublet in a process that runs already.
 //! * `environment`: what the environment says, in our names and in other projects'.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
-//! * `guards`: what is asked before memory is made.
-//! * [`pluggable`]: what torch's `CUDAPluggableAllocator` calls.
+//! * `saver`, [`pluggable`], [`compat`]: the functions of `torch_memory_saver`, and what torch's `CUDAPluggableAllocator` calls.
+//!   `sublet_torch_allocator` decides about them.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
-//! * [`compat`]: what callers of other projects know by other names.
+//! * [`last_call`]: the error and the report of each thread's last call.
 //!
 //! The crates below decide what becomes of memory, collectives and pauses. This crate decides which function a caller
 //! gets. Nothing here prints, exits or unwinds.
@@ -35,9 +35,9 @@ pub mod compat;
 mod contexts;
 mod driver;
 mod environment;
-mod guards;
 pub mod hooks;
 pub mod interposed;
+pub mod last_call;
 mod look;
 pub mod nccl;
 mod nvml;
@@ -47,6 +47,7 @@ mod records;
 mod registrations;
 pub mod replaced;
 mod runtime;
+mod saver;
 #[cfg(test)]
 mod signatures;
 
@@ -55,9 +56,6 @@ compile_error!(
     "libsublet.so is written for x86-64: another processor needs its own assembly in four functions (`dlsym` and `versioned` of \
      interposed.rs, `with_caller` of replaced/mod.rs, `exported` of sublet-interpose's library.rs)"
 );
-
-/// The drop-ins that are asked before memory is made.
-const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];
 
 /// Says why work of this process may reach a device past the gate, if it may.
 const UNGATED: fn() -> Option<String> = attach::ungated;
