@@ -66,16 +66,13 @@ pub(crate) fn given_out(symbol: &'static str) -> Vec<usize> {
     // SAFETY: the address is the driver's function of this name, whose signature is this.
     let ask = unsafe { std::mem::transmute::<Pointer, GetProcAddressV2>(address) };
     let renamed = RENAMED.iter().copied().filter(|renamed| renamed.symbol == symbol);
-    [function(symbol)].into_iter().chain(renamed).filter_map(|wanted| asked(ask, wanted)).collect()
-}
-
-fn asked(ask: GetProcAddressV2, wanted: Function) -> Option<usize> {
-    let base = CString::new(wanted.base).ok()?;
-    let mut address: Pointer = std::ptr::null_mut();
-    let mut status: c_int = 0;
-    let flags = wanted.stream_flag();
-    // SAFETY: the name is terminated and both out-pointers are valid.
-    let code =
-        unsafe { ask(base.as_ptr(), &raw mut address, wanted.version, flags, &raw mut status) };
-    (code == 0 && !address.is_null()).then(|| address.expose_provenance())
+    let asked = |wanted: Function| {
+        let base = CString::new(wanted.base).ok()?;
+        let (mut found, mut status): (Pointer, c_int) = (std::ptr::null_mut(), 0);
+        let (version, flag) = (wanted.version, wanted.stream_flag());
+        // SAFETY: the name is terminated and both out-pointers are valid.
+        let code = unsafe { ask(base.as_ptr(), &raw mut found, version, flag, &raw mut status) };
+        (code == 0 && !found.is_null()).then(|| found.expose_provenance())
+    };
+    std::iter::once(function(symbol)).chain(renamed).filter_map(asked).collect()
 }

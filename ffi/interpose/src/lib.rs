@@ -106,8 +106,6 @@ pub struct Interposition {
     libraries: &'static [&'static Library],
     /// The loader's functions with ours in their place, those that we export first.
     loader: &'static [LoaderFunction],
-    /// The bytes that names of the provider's functions and of the libraries' begin with.
-    first_bytes: [bool; 256],
     patches: Patches,
     is_forked: AtomicBool,
     /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the question, which
@@ -136,18 +134,10 @@ impl Interposition {
         libraries: &'static [&'static Library],
         loader: &'static [LoaderFunction],
     ) -> Self {
-        let mut first_bytes = [false; 256];
-        first_bytes[provider.prefix().as_bytes()[0] as usize] = true;
-        let mut next = 0;
-        while next < libraries.len() {
-            first_bytes[libraries[next].prefix().as_bytes()[0] as usize] = true;
-            next += 1;
-        }
         Self {
             provider,
             libraries,
             loader,
-            first_bytes,
             patches: Patches::new(),
             is_forked: AtomicBool::new(false),
             is_ours_first: AtomicU8::new(UNASKED),
@@ -168,10 +158,7 @@ impl Interposition {
 
     /// Makes null the weak references of the program to functions that nobody has but us.
     pub fn start(&self) {
-        let is_row =
-            |name: &CStr| self.libraries.iter().any(|library| library.number_of(name).is_some());
-        let is_ours =
-            |name: &CStr| self.may_have(name) && (self.provider.has(name) || is_row(name));
+        let is_ours = |name: &CStr| self.provider.has(name) || self.row(name).is_some();
         patch::weak::clear(loader::is_own, is_ours, lookup::is_behind_us);
         loader::forget_error();
     }
@@ -343,8 +330,7 @@ impl Interposition {
         if !self.is_for_us(handle, name) {
             return Decision::LOADER;
         }
-        let number = |library: &&'static Library| Some((*library, library.number_of(name)?));
-        let Some((library, number)) = self.libraries.iter().find_map(number) else {
+        let Some((library, number)) = self.row(name) else {
             return Decision::LOADER;
         };
         // SAFETY: as above.
@@ -379,14 +365,14 @@ impl Interposition {
 
     /// Does `name` begin as some name in a table does?
     fn may_have(&self, name: &CStr) -> bool {
-        let name = name.to_bytes();
-        let is_first = name.first().is_some_and(|first| self.first_bytes[usize::from(*first)]);
-        is_first
-            && (name.starts_with(self.provider.prefix().as_bytes())
-                || self
-                    .libraries
-                    .iter()
-                    .any(|library| name.starts_with(library.prefix().as_bytes())))
+        let others = self.libraries.iter().map(|library| library.prefix());
+        let mut prefixes = std::iter::once(self.provider.prefix()).chain(others);
+        prefixes.any(|prefix| name.to_bytes().starts_with(prefix.as_bytes()))
+    }
+
+    /// The library that has `name` in its table, and its number there.
+    fn row(&self, name: &CStr) -> Option<(&'static Library, usize)> {
+        self.libraries.iter().find_map(|library| Some((*library, library.number_of(name)?)))
     }
 
     /// Our answer to `dlsym(handle, name)`, asked from `caller`.
@@ -394,9 +380,7 @@ impl Interposition {
         if name.to_bytes().starts_with(self.provider.prefix().as_bytes()) {
             return decide_provider(&self.provider, handle, name, caller);
         }
-        let found =
-            self.libraries.iter().find_map(|library| Some((library, library.number_of(name)?)));
-        match found {
+        match self.row(name) {
             Some((library, number)) => decide_library(library, handle, number, caller),
             None => Decision::LOADER,
         }

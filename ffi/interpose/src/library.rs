@@ -6,10 +6,9 @@
 //! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
 //! library's initialiser. Two threads may then find the same copy simultaneously, and one finds it again.
 
-#![expect(unsafe_code, reason = "asks the dynamic loader which library calls, and which it calls")]
-
 use std::ffi::{CStr, c_void};
-use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::{AddressOf, Binding, loader};
 
@@ -59,7 +58,7 @@ pub struct Description {
 #[derive(Debug)]
 pub struct Library {
     description: Description,
-    copies: [AtomicPtr<Loaded>; COPIES_MAX],
+    copies: [OnceLock<Loaded>; COPIES_MAX],
     sites: Sites,
 }
 
@@ -126,11 +125,7 @@ impl Loaded {
 impl Library {
     /// A library of which no copy is known yet.
     pub const fn new(description: Description) -> Self {
-        Self {
-            description,
-            copies: [const { AtomicPtr::new(std::ptr::null_mut()) }; COPIES_MAX],
-            sites: Sites::new(),
-        }
+        Self { description, copies: [const { OnceLock::new() }; COPIES_MAX], sites: Sites::new() }
     }
 
     /// The functions that we stand in for, by number.
@@ -139,7 +134,7 @@ impl Library {
     }
 
     /// Returns the beginning of its functions' names.
-    pub(super) const fn prefix(&self) -> &'static str {
+    pub(super) fn prefix(&self) -> &'static str {
         self.description.prefix
     }
 
@@ -151,19 +146,17 @@ impl Library {
         self.rows().iter().position(|row| row.name == name)
     }
 
-    fn copy(&self, number: usize) -> Option<&'static Loaded> {
-        let copy = self.copies.get(number)?.load(Ordering::Acquire);
-        // SAFETY: a non-null value was leaked from a box in `copy_at` and is never freed.
-        unsafe { copy.as_ref() }
+    fn copy(&self, number: usize) -> Option<&Loaded> {
+        self.copies.get(number)?.get()
     }
 
     /// The copy that we watch, once one has been seen.
-    pub fn watched(&self) -> Option<&'static Loaded> {
+    pub fn watched(&self) -> Option<&Loaded> {
         self.copy(0)
     }
 
     /// The copy whose landmark is at `landmark`; names of it are looked up in `scope`.
-    fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&'static Loaded> {
+    fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&Loaded> {
         let (base, path) = loader::image_of(landmark)?;
         for (number, place) in self.copies.iter().enumerate() {
             if let Some(copy) = self.copy(number) {
@@ -180,15 +173,10 @@ impl Library {
             let _kept = loader::open_loaded(&path);
             let table = self.rows();
             let functions = table.iter().map(|_| AtomicUsize::new(UNKNOWN)).collect();
-            let fresh = Loaded { number, base, scope, table, functions };
-            let fresh = Box::into_raw(Box::new(fresh));
-            let (null, order) = (std::ptr::null_mut(), Ordering::AcqRel);
-            if place.compare_exchange(null, fresh, order, Ordering::Acquire).is_ok() {
+            if place.set(Loaded { number, base, scope, table, functions }).is_ok() {
                 (self.description.found)(&path, number == 0);
                 return self.copy(number);
             }
-            // SAFETY: the exchange failed, so nobody else has seen this box.
-            drop(unsafe { Box::from_raw(fresh) });
             // Another thread has put one here: perhaps this one.
             if let Some(copy) = self.copy(number).filter(|copy| copy.base == base) {
                 return Some(copy);
@@ -198,7 +186,7 @@ impl Library {
     }
 
     /// The copy that a program finds without naming a library.
-    pub(super) fn behind_us(&self) -> Option<&'static Loaded> {
+    pub(super) fn behind_us(&self) -> Option<&Loaded> {
         match Binding::of_process() {
             // We came after the others then, so that nothing is behind us. The landmark is not ours.
             Binding::ByAttach => self.of_handle(loader::program()?),
@@ -209,15 +197,18 @@ impl Library {
     }
 
     /// The copy that `handle`, which must be an explicit one, leads to.
-    pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&'static Loaded> {
+    pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&Loaded> {
         let scope = Scope::Handle(handle.expose_provenance());
         self.copy_at(scope.find(self.description.landmark)?, scope)
     }
 
     /// The copy that the library which holds `address` depends on, or is.
-    pub(super) fn of_dependencies(&self, address: usize) -> Option<&'static Loaded> {
-        let (_, path) = loader::image_of(address)?;
-        let handle = loader::open_loaded(&path)?;
+    pub(super) fn of_dependencies(&self, address: usize) -> Option<&Loaded> {
+        self.of_file(&loader::image_of(address)?.1)
+    }
+
+    fn of_file(&self, path: &CStr) -> Option<&Loaded> {
+        let handle = loader::open_loaded(path)?;
         let found = self.of_handle(handle);
         loader::close(handle);
         found
@@ -225,7 +216,7 @@ impl Library {
 
     /// The copy that a call from code at `caller` is for, and whether that copy itself makes it. As the loader
     /// would have bound the caller without us: the program's order first, then the caller's own dependencies.
-    fn of_caller(&self, caller: usize) -> Option<(&'static Loaded, bool)> {
+    fn of_caller(&self, caller: usize) -> Option<(&Loaded, bool)> {
         if let Some(site) = self.sites.find(caller) {
             return self.copy(site.number()).map(|copy| (copy, site.is_own()));
         }
@@ -237,14 +228,8 @@ impl Library {
     }
 
     /// For callers that depend on no copy themselves: the watched copy, or the one that is loaded under the library's file name.
-    pub fn anywhere(&self) -> Option<&'static Loaded> {
-        if let Some(copy) = self.watched() {
-            return Some(copy);
-        }
-        let handle = loader::open_loaded(self.description.file)?;
-        let found = self.of_handle(handle);
-        loader::close(handle);
-        found
+    pub fn anywhere(&self) -> Option<&Loaded> {
+        self.watched().or_else(|| self.of_file(self.description.file))
     }
 
     /// True when the caller is the copy's own code. That of a program or framework that it is linked into is not.

@@ -4,10 +4,9 @@
 //! first two are answered by **identity**: the library is asked as the caller asked, and its answer is exchanged when it is
 //! the address of a function that we stand in for. So names, versions and flags stay the library's own rules.
 
-#![expect(unsafe_code, reason = "keeps what it has found for all threads without a lock")]
-
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use super::{AddressOf, Pointer, loader, patch};
@@ -137,7 +136,7 @@ pub struct Provider {
     /// Further addresses at which it hands out its function of a name.
     further: fn(&'static str) -> Vec<usize>,
     /// Made when it is first needed, and never freed or changed.
-    exchange: AtomicPtr<Exchange>,
+    exchange: OnceLock<Exchange>,
 }
 
 impl Provider {
@@ -151,8 +150,7 @@ impl Provider {
         hooks: &'static [&'static [Hook]],
         further: fn(&'static str) -> Vec<usize>,
     ) -> Self {
-        let exchange = AtomicPtr::new(std::ptr::null_mut());
-        Self { library, prefix, companions, hooks, further, exchange }
+        Self { library, prefix, companions, hooks, further, exchange: OnceLock::new() }
     }
 
     /// The library itself.
@@ -160,7 +158,7 @@ impl Provider {
         self.library
     }
 
-    pub(super) const fn prefix(&self) -> &'static str {
+    pub(super) fn prefix(&self) -> &'static str {
         self.prefix
     }
 
@@ -189,30 +187,17 @@ impl Provider {
     }
 
     /// The addresses to exchange, when they are known already. Calls neither the library nor the loader.
-    pub(super) fn known_exchange(&self) -> Option<&'static Exchange> {
-        // SAFETY: a non-null value was leaked from a box in `exchange` and is never freed or changed.
-        unsafe { self.exchange.load(Ordering::Acquire).as_ref() }
+    pub(super) fn known_exchange(&self) -> Option<&Exchange> {
+        self.exchange.get()
     }
 
     /// The addresses to exchange. Built without a lock, since callers may hold the loader's: two threads may
     /// both build it, and one copy is then dropped.
-    pub fn exchange(&self) -> Option<&'static Exchange> {
-        let known = self.known_exchange();
-        if known.is_some() {
-            return known;
+    pub fn exchange(&self) -> Option<&Exchange> {
+        if self.exchange.get().is_none() {
+            let _set_by_another = self.exchange.set(self.build()?);
         }
-        let built = Box::into_raw(Box::new(self.build()?));
-        let null = std::ptr::null_mut();
-        match self.exchange.compare_exchange(null, built, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: the box was leaked for good.
-            Ok(_) => unsafe { built.as_ref() },
-            Err(first) => {
-                // SAFETY: nobody else has seen this box.
-                drop(unsafe { Box::from_raw(built) });
-                // SAFETY: another thread leaked this one for good.
-                unsafe { first.as_ref() }
-            }
-        }
+        self.exchange.get()
     }
 
     fn build(&self) -> Option<Exchange> {

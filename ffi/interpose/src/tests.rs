@@ -84,7 +84,7 @@ crate::interpose_library! {
     }
 }
 
-fn call(address: usize, value: c_int) -> c_int {
+pub(crate) fn call(address: usize, value: c_int) -> c_int {
     let function = std::ptr::with_exposed_provenance::<()>(address);
     // SAFETY: the test asks for functions of this signature only.
     let function =
@@ -94,10 +94,10 @@ fn call(address: usize, value: c_int) -> c_int {
 
 /// A copy, or a library that uses one, which is asked by name, past our own functions.
 #[derive(Clone, Copy, Debug)]
-struct Opened(Pointer);
+pub(crate) struct Opened(Pointer);
 
 impl Opened {
-    fn new(path: &Path) -> Self {
+    pub(crate) fn new(path: &Path) -> Self {
         let path = CString::new(path.as_os_str().as_bytes()).expect("a path");
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
         // SAFETY: the path is terminated, and the library's initialisers are the C compiler's.
@@ -106,13 +106,13 @@ impl Opened {
         Self(handle)
     }
 
-    fn call(self, name: &CStr, value: c_int) -> c_int {
+    pub(crate) fn call(self, name: &CStr, value: c_int) -> c_int {
         let found = loader::dlsym(self.0, name).expect("its function");
         call(found.as_ptr().expose_provenance(), value)
     }
 }
 
-fn compile(dir: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
+pub(crate) fn compile(dir: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
     let (text, made) = (dir.join(format!("{name}.c")), dir.join(name));
     fs::write(&text, source).expect("a file");
     let mut command = Command::new("cc");

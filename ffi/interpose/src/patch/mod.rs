@@ -5,7 +5,8 @@
 //! 2. Addresses of such functions of the provider's that it keeps in its own data are exchanged ([`kept_addresses`]).
 //! 3. Weak references to us are null where nobody else has the function ([`weak`]).
 //! 4. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
-//!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol.
+//!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol, unless the loader's
+//!    list and all slots are as the last walk left them.
 //!
 //! In a process that the loader bound to us all this is for libraries that have an order of their own
 //! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the provider come before us. All others lead to us already.
@@ -22,6 +23,8 @@ mod object;
 pub(super) mod order;
 mod protections;
 mod slots;
+#[cfg(test)]
+mod tests;
 pub(super) mod weak;
 
 use std::cell::{Cell, OnceCell};
@@ -89,6 +92,28 @@ impl Entry {
 struct Known {
     entries: HashMap<Identity, Entry>,
     walks: u64,
+    last: Findings,
+}
+
+/// The findings of a walk, by which a pause knows whether another walk would find anything else.
+#[derive(Debug, Default)]
+struct Findings {
+    loads: Loads,
+    /// The addresses that the provider lies at.
+    providers: Vec<Range<usize>>,
+    /// The slots of all imports of functions that we stand in for, and what they hold since.
+    slots: Vec<(usize, usize)>,
+    /// The number of things that were left to do.
+    left: usize,
+}
+
+impl Findings {
+    /// Would another walk write nothing? What a walk does follows from the loader's list, from tables that nobody writes to, and
+    /// from what the slots hold: others may have written there. Asked in a callback of the loader's.
+    fn hold(&self, loads: Loads) -> bool {
+        let mut slots = self.slots.iter();
+        self.loads == loads && self.left == 0 && slots.all(|slot| slots::holds(slot.0, slot.1))
+    }
 }
 
 /// The state of a process's walks. The head of this module says in which order it is locked.
@@ -192,27 +217,32 @@ impl Patches {
             protections: OnceCell::new(),
             unsettled: false,
             wants_provider: false,
-            providers: Vec::new(),
-            loads: (0, 0),
+            is_done: false,
+            found: Findings::default(),
         };
         object::each(&mut |loads, object| walk.visit(loads, object));
         let _cleared = WALKING.try_with(|walking| walking.set(false));
         let Some(mut known) = walk.known.take() else {
             return false;
         };
-        // Libraries that were not met have been unloaded.
-        let (walks, is_met) = (known.walks, !walk.providers.is_empty());
-        known.entries.retain(|_, entry| {
-            entry.is_searched |= !is_met;
-            entry.walk == walks
-        });
+        let mut is_unknown = false;
+        if !walk.is_done {
+            // Libraries that were not met have been unloaded.
+            let (walks, is_met) = (known.walks, !walk.found.providers.is_empty());
+            known.entries.retain(|_, entry| {
+                entry.is_searched |= !is_met;
+                entry.walk == walks
+            });
+            known.last = walk.found;
+            is_unknown = is_met && walk.wants_provider && provider.known_exchange().is_none();
+            self.unsettled.store(walk.unsettled, Ordering::Release);
+        }
+        let (loads, providers) = (known.last.loads, known.last.providers.clone());
         drop(known);
         if purpose == Purpose::Pause {
-            self.elsewhere.look(provider, walk.loads, &walk.providers);
+            self.elsewhere.look(provider, loads, &providers);
         }
-        let unknown = walk.wants_provider && provider.known_exchange().is_none();
-        self.unsettled.store(walk.unsettled, Ordering::Release);
-        is_met && unknown
+        is_unknown
     }
 
     /// Is a library loaded whose file's name begins so, as of the last walk?
@@ -259,7 +289,8 @@ pub enum Purpose {
     Patch,
     /// As `Patch`, unless nothing was loaded since the last walk.
     PatchWhatIsNew,
-    /// As `Patch`, before a pause: a library that nobody has looked at before may have called past us all the time.
+    /// As `Patch`, unless nothing is left to find, before a pause: a library that nobody has looked at before may have called
+    /// past us all the time.
     Pause,
 }
 
@@ -274,9 +305,9 @@ struct Walk {
     unsettled: bool,
     /// Some library may keep functions of the provider's.
     wants_provider: bool,
-    /// The addresses that the provider lies at.
-    providers: Vec<Range<usize>>,
-    loads: Loads,
+    /// There was nothing to do.
+    is_done: bool,
+    found: Findings,
 }
 
 impl Walk {
@@ -289,21 +320,27 @@ impl Walk {
             {
                 return ControlFlow::Break(());
             }
-            let mut known = lock(&patches.known);
+            let known = self.known.insert(lock(&patches.known));
+            self.is_done = self.purpose == Purpose::Pause && known.last.hold(loads);
+            if self.is_done {
+                return ControlFlow::Break(());
+            }
             known.walks += 1;
-            self.known = Some(known);
-            self.loads = loads;
+            self.found.loads = loads;
             patches.loads.store(loads.0, Ordering::Release);
         }
         if let Some(object) = object {
+            // Until it has been looked at to the end.
+            self.found.left += 1;
             self.look_at(&object);
+            self.found.left -= 1;
         }
         ControlFlow::Continue(())
     }
 
     fn look_at(&mut self, object: &Object<'_>) {
         if self.provider.is_own(object.name.to_bytes()) {
-            self.providers.extend(object.span());
+            self.found.providers.extend(object.span());
         }
         if object.contains((object::each as *const ()).addr())
             || self.provider.is_left_out(object.name.to_bytes())
@@ -336,21 +373,19 @@ impl Walk {
         for (import, ours) in entry.places.iter().filter_map(|&place| named(place)) {
             // Read only where there is something to write, once a walk.
             let protections = || self.protections.get_or_init(Protections::read);
-            match slots::settle(object, &import, ours.address, protections) {
-                Settled::Ours => entry.slots += 1,
-                Settled::Turned if ours.is_exported => {
-                    entry.slots += 1;
-                    turned = true;
-                }
-                Settled::Turned => {
-                    entry.slots += 1;
-                    looked = true;
-                }
-                Settled::Absent => {}
+            let settled = slots::settle(object, &import, ours.address, protections);
+            let holds = if settled == Settled::Absent { 0 } else { ours.address };
+            self.found.slots.push((import.slot, holds));
+            entry.slots += usize::from(matches!(settled, Settled::Ours | Settled::Turned));
+            match settled {
+                Settled::Ours | Settled::Absent => {}
+                Settled::Turned if ours.is_exported => turned = true,
+                Settled::Turned => looked = true,
                 Settled::NotYet => is_ready = false,
                 Settled::Refused(why) => entry.problem = Some(why),
             }
         }
+        self.found.left += usize::from(!is_ready || entry.problem.is_some());
         if !is_ready {
             entry.tries = entry.tries.saturating_add(1);
             if entry.tries < TRIES_MAX {
@@ -374,6 +409,7 @@ impl Walk {
         }
         let Some(exchange) = self.provider.known_exchange() else {
             self.wants_provider = true;
+            self.found.left += 1;
             return;
         };
         let protections = self.protections.get_or_init(Protections::read);
