@@ -22,7 +22,7 @@ pub mod provider;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -31,10 +31,8 @@ use lookup::{decide_library, decide_provider};
 use patch::{Entry, Ours, Patches, Purpose};
 use provider::Provider;
 
+pub use loader::{AddressOf, Binding, Pointer};
 pub use lookup::Decision;
-
-/// An argument that is only passed on.
-pub type Pointer = *mut c_void;
 
 /// Another's function at `address`, by the type of ours.
 ///
@@ -65,9 +63,6 @@ macro_rules! c_name {
     };
 }
 
-/// The address of a function of ours. A function itself, because no constant may hold an address as a number.
-pub type AddressOf = fn() -> usize;
-
 /// A function of the loader's, with ours in its place.
 #[derive(Clone, Copy, Debug)]
 pub struct LoaderFunction {
@@ -77,24 +72,6 @@ pub struct LoaderFunction {
     pub ours: AddressOf,
     /// Whether we export that name; one that we do not is reached by the slots of those who import it alone.
     pub is_exported: bool,
-}
-
-/// The way in which the libraries of this process were bound to us.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Binding {
-    /// By the loader: we come before the driver and before all libraries that we stand in for.
-    ByLoader,
-    /// By an attach: we came after the others, and may be in no library's search order.
-    ByAttach,
-}
-
-static IS_ATTACHED: AtomicBool = AtomicBool::new(false);
-
-impl Binding {
-    /// Returns the way in which this process's libraries were bound to us.
-    pub fn of_process() -> Self {
-        if IS_ATTACHED.load(Ordering::Acquire) { Self::ByAttach } else { Self::ByLoader }
-    }
 }
 
 /// The functions that ours stand in for in this process, and the engine's findings about the process.
@@ -153,7 +130,7 @@ impl Interposition {
     /// From now on this process's libraries are bound to us by an attach.
     pub fn bind_by_attach(&'static self) {
         self.prepare();
-        IS_ATTACHED.store(true, Ordering::Release);
+        loader::IS_ATTACHED.store(true, Ordering::Release);
     }
 
     /// Makes null the weak references of the program to functions that nobody has but us.

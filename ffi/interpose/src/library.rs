@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::{AddressOf, Binding, loader};
+use super::loader::{self, AddressOf, Binding};
 
 /// The most copies of one library that are told apart.
 const COPIES_MAX: usize = 8;

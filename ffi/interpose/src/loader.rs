@@ -5,7 +5,37 @@
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+/// An argument that is only passed on.
+pub type Pointer = *mut c_void;
+
+/// The address of a function of ours. A function itself, because no constant may hold an address as a number.
+pub type AddressOf = fn() -> usize;
+
+/// The way in which the libraries of this process were bound to us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Binding {
+    /// By the loader: we come before the provider and before all libraries that we stand in for.
+    ByLoader,
+    /// By an attach: we came after the others, and may be in no library's search order.
+    ByAttach,
+}
+
+pub(crate) static IS_ATTACHED: AtomicBool = AtomicBool::new(false);
+
+impl Binding {
+    /// Returns the way in which this process's libraries were bound to us.
+    pub fn of_process() -> Self {
+        if IS_ATTACHED.load(Ordering::Acquire) { Self::ByAttach } else { Self::ByLoader }
+    }
+}
+
+/// Does the name of the file at `path` begin so?
+pub(crate) fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
+    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    file.starts_with(begin)
+}
 
 /// The type of `dlsym`.
 pub type DlsymFn = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;

@@ -4,9 +4,9 @@ use std::ffi::{CStr, CString, c_void};
 use std::ptr::NonNull;
 
 use super::library::Library;
+use super::loader::{self, Binding, Pointer};
 use super::patch::order;
 use super::provider::Provider;
-use super::{Binding, Pointer, loader};
 
 /// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-use super::{AddressOf, Pointer, loader, patch};
+use super::loader::{self, AddressOf, Pointer, is_file_of};
 
 /// A library that the application brings into the process. It is never brought in from here: libraries ask whether
 /// somebody has.
@@ -174,16 +174,14 @@ impl Provider {
 
     /// Is the file at `path` the library's own?
     pub(super) fn is_own(&self, path: &[u8]) -> bool {
-        patch::is_file_of(path, self.library.stem())
+        is_file_of(path, self.library.stem())
     }
 
     /// Is the file at `path` its own, one that it brings along, the loader or the C library? Their own calls are not ours to
     /// see.
     pub(super) fn is_left_out(&self, path: &[u8]) -> bool {
-        let mut companions = self.companions.iter();
-        self.is_own(path)
-            || companions.any(|begin| patch::is_file_of(path, begin.as_bytes()))
-            || loader::FILES.iter().any(|begin| patch::is_file_of(path, begin.as_bytes()))
+        let mut others = self.companions.iter().chain(&loader::FILES);
+        self.is_own(path) || others.any(|begin| is_file_of(path, begin.as_bytes()))
     }
 
     /// The addresses to exchange, when they are known already. Calls neither the library nor the loader.

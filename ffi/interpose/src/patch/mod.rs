@@ -40,7 +40,7 @@ use protections::Protections;
 use slots::Settled;
 use sublet_sync::sync::lock;
 
-use super::Binding;
+use super::loader::{Binding, is_file_of};
 use super::provider::Provider;
 
 /// The most looks at slots that the loader is not done with.
@@ -424,9 +424,3 @@ impl Walk {
 /// The problem of a library that was first seen at a pause, and led past us.
 const OPENED_PAST_US: &str = "it was opened with RTLD_DEEPBIND, and may have taken the driver's functions past libsublet.so: \
      open it without that flag";
-
-/// Does the name of the file at `path` begin so?
-pub(super) fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
-    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
-    file.starts_with(begin)
-}
