@@ -7,7 +7,7 @@
 //! * [`provider`]: the library that hands its functions out by address, and the exchange of its addresses for ours.
 //! * [`library`]: libraries whose public functions we export under their own names; which copy a call is for.
 //! * `lookup`: the answers of our `dlsym`.
-//! * [`patch`]: our addresses written into libraries that the loader has bound elsewhere.
+//! * `patch`: our addresses written into libraries that the loader has bound elsewhere.
 //!
 //! The engine decides which function a caller gets. It knows no GPU, no memory and no other process. Nothing here prints,
 //! exits or unwinds.
@@ -17,7 +17,7 @@
 pub mod library;
 pub mod loader;
 mod lookup;
-pub mod patch;
+mod patch;
 pub mod provider;
 #[cfg(test)]
 mod tests;
@@ -28,11 +28,12 @@ use std::time::Duration;
 
 use library::Library;
 use lookup::{decide_library, decide_provider};
-use patch::{Entry, Ours, Patches, Purpose};
+use patch::{Ours, Patches};
 use provider::Provider;
 
 pub use loader::{AddressOf, Binding, Pointer};
 pub use lookup::Decision;
+pub use patch::{Entry, Purpose};
 
 /// Another's function at `address`, by the type of ours.
 ///

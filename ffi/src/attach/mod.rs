@@ -1,7 +1,7 @@
 //! Attaching to a process that was started without us: `sublet_attach`.
 //!
 //! Under `LD_PRELOAD` the loader binds the `dlsym`, `cu...` and `nccl...` of all libraries to us. It asks no library that is
-//! opened later, so at an attach the engine writes our addresses where the loader wrote others (`sublet_interpose::patch`). This module
+//! opened later, so at an attach the engine writes our addresses where the loader wrote others (`ffi/interpose/src/patch`). This module
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
@@ -16,8 +16,7 @@ use std::sync::{Mutex, Once};
 
 use cuda_state::Table;
 use serde::Serialize;
-use sublet_interpose::patch::{Entry, Purpose};
-use sublet_interpose::{Binding, loader};
+use sublet_interpose::{Binding, Entry, Purpose, loader};
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
 use vmm_pool::sync::lock;
