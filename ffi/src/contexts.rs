@@ -13,8 +13,8 @@ use std::sync::Mutex;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, RawContext};
 use vmm_pool::sync::lock;
 
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
+use sublet_interpose::Pointer;
 
 static LISTED: Mutex<Listed> = Mutex::new(Listed::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());

@@ -16,13 +16,11 @@
 
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
-use sublet_cuda_driver::functions::{Function, function};
-use sublet_cuda_driver::lookup::Hook;
+use sublet_interpose::provider::Hook;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::gate::Passage;
 
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::look::{self, Names, StaysInUse};
 use crate::records::{
     COPY_2D, COPY_3D, DECOMPRESSION, FABRIC_COPY, MEMORY_OPERATION, OPERATION_3D,
@@ -31,6 +29,7 @@ use crate::replaced::copies::{Refused, copy_in_place, is_copy, is_refused, opens
 use crate::replaced::refusals::{away_in, refuse};
 use crate::replaced::stream_value;
 use crate::{replaced, runtime};
+use sublet_interpose::Pointer;
 
 /// A value of the driver's interface that is an address.
 trait Place: Copy {
@@ -191,9 +190,9 @@ macro_rules! asking {
 /// The hook of the driver's function `$symbol`, in whose place `$path` stands.
 macro_rules! hook_row {
     ($path:path, $symbol:ident) => {
-        ::sublet_cuda_driver::lookup::Hook {
-            function: ::sublet_cuda_driver::functions::function(stringify!($symbol)),
-            wrapper: || ($path as *const ()).expose_provenance(),
+        ::sublet_interpose::provider::Hook {
+            symbol: ::sublet_cuda_driver::functions::function(stringify!($symbol)).symbol,
+            ours: || ($path as *const ()).expose_provenance(),
         }
     };
 }
@@ -409,17 +408,6 @@ macro_rules! replacing {
 }
 
 sublet_cuda_driver::replaced_functions!(replacing);
-
-/// Further names by which `cuGetProcAddress` gives a function out: from 12.0 on, the name of the oldest form
-/// is that of the one with flags.
-pub(crate) const RENAMED: &[Hook] = &[Hook {
-    function: Function {
-        base: "cuGraphInstantiate",
-        version: 12_000,
-        ..function("cuGraphInstantiateWithFlags")
-    },
-    wrapper: || (replaced::cuGraphInstantiateWithFlags as *const ()).expose_provenance(),
-}];
 
 asking! {
     cuStreamQuery | cuStreamQuery_ptsz (stream: Pointer);

@@ -3,20 +3,20 @@
 //!
 //! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)), and those of libraries that register
 //! memory with devices (`registrations`), and NVML's (`nvml`); how they take effect is the engine's matter
-//! ([`interpose`](crate::interpose)). A further library is a further entry in `INTERPOSED`.
+//! ([`sublet_interpose`]). A further library is a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
 
 use std::arch::naked_asm;
 use std::ffi::{c_char, c_int, c_ulonglong};
 
-use sublet_cuda_driver::functions::FUNCTIONS;
-use sublet_cuda_driver::lookup::Hook;
+use sublet_cuda_driver::functions::{FUNCTIONS, PREFIX};
+use sublet_interpose::provider::{Hook, Provider};
+use sublet_interpose::{Decision, Interposition, LoaderFunction, Pointer, loader};
+use vmm_pool::driver::DriverCode;
 
+use crate::driver::{COMPANIONS, DRIVER, call_driver, given_out};
 use crate::hooks::{self, hook_row};
-use crate::interpose::driver::{Driver, call_driver};
-use crate::interpose::lookup::Decision;
-use crate::interpose::{Interposition, LoaderFunction, Pointer, loader};
 use crate::nccl::NCCL;
 use crate::nccl::experts::NCCL_EP;
 use crate::nvml::NVML;
@@ -24,7 +24,13 @@ use crate::registrations::{GDRCOPY, MLX5, VERBS};
 
 /// The tables of this process. A further library is a further entry.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
-    Driver::new(&[hooks::REPLACING, hooks::WAITING, hooks::ASKING, hooks::RENAMED, LOOKUP]),
+    Provider::new(
+        &DRIVER,
+        PREFIX,
+        COMPANIONS,
+        &[hooks::REPLACING, hooks::WAITING, hooks::ASKING, LOOKUP],
+        given_out,
+    ),
     &[&NCCL, &NCCL_EP, &VERBS, &MLX5, &GDRCOPY, &NVML],
     &[
         LoaderFunction {
@@ -137,6 +143,22 @@ unsafe extern "C" fn decide_versioned(
     unsafe { INTERPOSED.answer_versioned(handle, name, version) }
 }
 
+/// Exchanges what `cuGetProcAddress` has answered with `code`.
+///
+/// # Safety
+/// `answer` is the out-pointer of that call: null, or written by it where `code` is a success.
+unsafe fn exchange_answer(code: c_int, answer: *mut Pointer) {
+    if DriverCode(code) != DriverCode::SUCCESS || answer.is_null() {
+        return;
+    }
+    // SAFETY: the caller's out-pointer, which the driver has just written.
+    let real = unsafe { *answer };
+    if !real.is_null() {
+        // SAFETY: as above.
+        unsafe { *answer = INTERPOSED.provider().exchanged(real) };
+    }
+}
+
 /// The driver's function for a name and version, or ours in its place.
 ///
 /// # Safety
@@ -150,7 +172,7 @@ pub unsafe extern "C" fn cuGetProcAddress(
 ) -> c_int {
     let code = call_driver!(cuGetProcAddress(name, answer, version, flags));
     // SAFETY: the driver has just written the caller's out-pointer.
-    unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
+    unsafe { exchange_answer(code, answer) };
     code
 }
 
@@ -168,7 +190,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
 ) -> c_int {
     let code = call_driver!(cuGetProcAddress_v2(name, answer, version, flags, status));
     // SAFETY: the driver has just written the caller's out-pointer.
-    unsafe { INTERPOSED.driver().exchange_answer(code, answer) };
+    unsafe { exchange_answer(code, answer) };
     code
 }
 

@@ -2,10 +2,9 @@
 //!
 //! A call that NCCL makes to `cuMemMap` ends up here: [`replaced`] turns C arguments into Rust ones,
 //! `sublet_cuda_driver::vmm::map` passes the gate, and `vmm_pool::Pool::map` does it. How NCCL came to call us instead of
-//! the driver is the matter of [`interpose`].
+//! the driver is the matter of [`sublet_interpose`], the engine that has callers find our functions instead of others'.
 //!
-//! * [`interpose`]: the engine that has callers find our functions instead of others'. It has no table of its own.
-//! * [`interposed`]: what is handed to it: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
+//! * [`interposed`]: the tables that the engine is handed: the driver's functions of [`hooks`], NCCL's of [`nccl`], and `dlsym`.
 //! * [`replaced`]: the driver's functions that the pool answers; those that only wait are in [`hooks`].
 //! * [`nccl`]: NCCL's own public functions, counted for the consistent cut.
 //! * `registrations`: libraries' functions that register memory with network cards and GDRCopy.
@@ -13,10 +12,10 @@
 //! * [`attach`]: coming under Sublet in a process that runs already.
 //! * `environment`: what the environment says, in our names and in other projects'.
 //! * `runtime`: the one place of process-wide state: joining the tenant, fork, exit.
-//! * `guards`: what is asked before memory is made.
-//! * [`pluggable`]: what torch's `CUDAPluggableAllocator` calls.
+//! * `saver`, [`pluggable`], [`compat`]: the functions of `torch_memory_saver`, and what torch's `CUDAPluggableAllocator` calls.
+//!   `sublet_torch_allocator` decides about them.
 //! * [`c_api`]: `include/sublet.h` and the `ncclPause` family.
-//! * [`compat`]: what callers of other projects know by other names.
+//! * [`last_call`]: the error and the report of each thread's last call.
 //!
 //! The crates below decide what becomes of memory, collectives and pauses. This crate decides which function a caller
 //! gets. Nothing here prints, exits or unwinds.
@@ -34,11 +33,11 @@ pub mod c_api;
 pub mod command;
 pub mod compat;
 mod contexts;
+mod driver;
 mod environment;
-mod guards;
 pub mod hooks;
-pub mod interpose;
 pub mod interposed;
+pub mod last_call;
 mod look;
 pub mod nccl;
 mod nvml;
@@ -48,17 +47,15 @@ mod records;
 mod registrations;
 pub mod replaced;
 mod runtime;
+mod saver;
 #[cfg(test)]
 mod signatures;
 
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!(
     "libsublet.so is written for x86-64: another processor needs its own assembly in four functions (`dlsym` and `versioned` of \
-     interposed.rs, `with_caller` of replaced/mod.rs, `exported` of interpose/library.rs)"
+     interposed.rs, `with_caller` of replaced/mod.rs, `exported` of sublet-interpose's library.rs)"
 );
-
-/// The drop-ins that are asked before memory is made.
-const DROP_INS: &[guards::Guard] = &[compat::saver::GUARD];
 
 /// Says why work of this process may reach a device past the gate, if it may.
 const UNGATED: fn() -> Option<String> = attach::ungated;

@@ -36,10 +36,10 @@ use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStr
 use vmm_pool::paging::{In, PageError, Pager, Touched};
 
 use crate::contexts;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::{DRIVER, call_driver};
 use crate::records::Record;
 use crate::runtime;
+use sublet_interpose::Pointer;
 
 /// The longest time that a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
@@ -324,7 +324,7 @@ pub(crate) fn forget_functions() {
 
 /// Does this driver describe the parameters of kernels? From 12.4 on.
 pub(crate) fn is_possible() -> bool {
-    crate::interpose::driver::symbol(c"cuFuncGetParamInfo").is_some()
+    DRIVER.symbol(c"cuFuncGetParamInfo").is_some()
 }
 
 /// `stream` is about to end.

@@ -8,10 +8,9 @@ use std::ffi::c_int;
 use sublet_cuda_driver::{Answer, blocks, caller};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 
-use crate::guards;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
-use crate::{contexts, replaced, runtime};
+use crate::driver::call_driver;
+use crate::{contexts, replaced, runtime, saver};
+use sublet_interpose::Pointer;
 
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
@@ -30,7 +29,7 @@ fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
 
 fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
     let size = usize::try_from(size_bytes).ok()?;
-    if guards::refuses(size) {
+    if saver::refuses(size) {
         return None;
     }
     if let Some(member) = runtime::join() {

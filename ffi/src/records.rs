@@ -6,7 +6,7 @@
 
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
-use crate::interpose::Pointer;
+use sublet_interpose::Pointer;
 
 /// A structure, or one of a list.
 #[derive(Debug)]

@@ -34,9 +34,9 @@ use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRan
 use vmm_pool::sync::lock;
 
 use crate::contexts;
+use crate::driver::{DRIVER, call_driver};
 use crate::environment::{self, Environment};
-use crate::interpose::driver::{self, call_driver};
-use crate::interpose::loader;
+use sublet_interpose::loader;
 
 pub(crate) use crate::contexts::{
     current_context, current_device, existing_primary_context, has_primary_context,
@@ -265,7 +265,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     if settings.is_required && !wrong.is_empty() {
         return Err(wrong.iter().map(|wrong| &*wrong.text).collect::<Vec<_>>().join("; "));
     }
-    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name))
+    let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name))
         .map_err(|error| error.to_string())?
         .with_own_contexts(contexts::own_of);
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -350,7 +350,7 @@ pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, Str
         return None;
     }
     start_log();
-    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name)).ok()?;
+    let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name)).ok()?;
     let gpu = driver.device_uuid(device).ok()?.to_string();
     Some((run_dir().ok()?, tenant_name().ok()?, gpu, turns.wait))
 }

@@ -16,6 +16,18 @@ pub struct Function {
     pub per_thread: bool,
 }
 
+impl Function {
+    /// The flag that `cuGetProcAddress` is asked with to get exactly this function.
+    pub fn stream_flag(&self) -> u64 {
+        if self.per_thread { FLAG_PER_THREAD } else { FLAG_LEGACY }
+    }
+}
+
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const FLAG_PER_THREAD: u64 = 2;
+/// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`.
+const FLAG_LEGACY: u64 = 1;
+
 /// Splits an exported name into base name and whether it is the per-thread variant.
 const fn base_name(symbol: &'static str) -> (&'static str, bool) {
     let bytes = symbol.as_bytes();

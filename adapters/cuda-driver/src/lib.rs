@@ -1,7 +1,6 @@
 //! The driver's memory calls, answered from the pool, whichever library makes them.
 //!
 //! * [`functions`]: the driver's functions that we stand in for.
-//! * [`lookup`]: which of our functions stands in for which of the driver's.
 //! * [`caller`]: which library a call comes from.
 //! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
 //! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
@@ -15,7 +14,6 @@ pub mod blocks;
 pub mod caller;
 pub mod functions;
 pub mod ipc;
-pub mod lookup;
 pub mod paged;
 pub mod pointers;
 pub mod vmm;

@@ -46,7 +46,7 @@ pub struct Environment {
     disk_backup: bool,
     backend: Backend,
     /// Are backups to be kept after a resume? Changed by the interface.
-    pub retain: AtomicBool,
+    pub(crate) retains: AtomicBool,
 }
 
 impl Environment {
@@ -70,7 +70,7 @@ impl Environment {
                 tracing::error!("TMS_INIT_CPU_BACKUP_BACKEND is '{backend}': use pinned or mmap");
                 Backend::default()
             }),
-            retain: AtomicBool::new(switch("TMS_RETAIN_CPU_BACKUP")),
+            retains: AtomicBool::new(switch("TMS_RETAIN_CPU_BACKUP")),
         }
     }
 }

@@ -2,15 +2,16 @@
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ptr::NonNull;
 
 use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 
 use super::Device;
-use crate::interpose::driver::call_driver;
-use crate::interpose::{Pointer, loader};
+use crate::driver::call_driver;
 use crate::interposed::INTERPOSED;
 use crate::runtime;
+use sublet_interpose::{Pointer, loader};
 
 /// An upper limit of devices in one process, against a driver that says anything.
 const DEVICES_MAX: c_int = 64;
@@ -130,22 +131,16 @@ pub(super) enum Table {
 /// Asks the runtime at `path`, when it is one, for a function of the driver's. It answers from the pointer to
 /// `cuGetProcAddress` that it keeps. The driver is up: the runtime would start it otherwise.
 pub(super) fn table_of(path: &str) -> Table {
-    let Some(handle) = CString::new(path).ok().and_then(|path| loader::open_loaded(&path)) else {
-        return Table::NoRuntime;
+    let table = |file: CString| {
+        loader::with_function(&file, c"cudaGetDriverEntryPoint", |function| ask(function, path))
     };
-    let table = ask(handle, path);
-    loader::close(handle);
-    table
+    CString::new(path).ok().and_then(table).unwrap_or(Table::NoRuntime)
 }
 
-fn ask(handle: *mut c_void, path: &str) -> Table {
+fn ask(function: NonNull<c_void>, path: &str) -> Table {
     /// `cudaGetDriverEntryPoint` of 12.0; 11.3 to 11.8 take no fourth argument and ignore it.
     type EntryPoint =
         unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
-    const NAME: &CStr = c"cudaGetDriverEntryPoint";
-    let Some(function) = loader::dlsym(handle, NAME) else {
-        return Table::NoRuntime;
-    };
     // Dependencies are looked through too: the runtime is the library that has it.
     if loader::file_of(function.as_ptr().expose_provenance()).as_deref() != Some(path) {
         return Table::NoRuntime;
@@ -158,7 +153,8 @@ fn ask(handle: *mut c_void, path: &str) -> Table {
     if code != 0 || found.is_null() {
         return Table::Silent(code);
     }
-    if INTERPOSED.driver().exchanged(found) == found && loader::is_own(found.expose_provenance()) {
+    if INTERPOSED.provider().exchanged(found) == found && loader::is_own(found.expose_provenance())
+    {
         Table::Ours
     } else {
         Table::Drivers

@@ -1,7 +1,7 @@
 //! Attaching to a process that was started without us: `sublet_attach`.
 //!
 //! Under `LD_PRELOAD` the loader binds the `dlsym`, `cu...` and `nccl...` of all libraries to us. It asks no library that is
-//! opened later, so at an attach the engine writes our addresses where the loader wrote others (`interpose::patch`). This module
+//! opened later, so at an attach the engine writes our addresses where the loader wrote others (`ffi/interpose/src/patch`). This module
 //! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
 //! is safe.
 //!
@@ -16,12 +16,12 @@ use std::sync::{Mutex, Once};
 
 use cuda_state::Table;
 use serde::Serialize;
+use sublet_interpose::{Binding, Entry, Purpose, loader};
 use sublet_registrations::device_files::{self, DeviceFile};
 use tenants::identity::TenantName;
 use vmm_pool::sync::lock;
 
-use crate::interpose::patch::{Entry, Purpose};
-use crate::interpose::{Binding, driver, loader};
+use crate::driver::DRIVER;
 use crate::interposed::INTERPOSED;
 use crate::{contexts, environment, registrations, runtime};
 
@@ -59,10 +59,10 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
         runtime::choose_tenant(tenant).map_err(Refusal::OtherTenant)?;
     }
     INTERPOSED.prepare();
-    let driver_is_loaded = driver::is_loaded();
+    let driver_is_loaded = DRIVER.is_loaded();
     if driver_is_loaded {
         // Its addresses must be known before the walk, which may not ask the loader.
-        let _known = INTERPOSED.driver().exchange();
+        let _known = INTERPOSED.provider().exchange();
     }
     let is_first = lock(&DEVICES).is_none();
     let before = if driver_is_loaded && is_first { cuda_state::devices() } else { Vec::new() };
@@ -156,13 +156,13 @@ fn watch_forks() {
 
 /// The findings of the attach, with the libraries that were loaded since.
 pub(crate) fn report() -> Report {
-    let is_attached = INTERPOSED.binding() == Binding::ByAttach;
+    let is_attached = Binding::of_process() == Binding::ByAttach;
     let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
     if !INTERPOSED.is_child() {
         // What has been unloaded since is not listed any more.
         INTERPOSED.walk(Purpose::Patch);
     }
-    let is_up = driver::is_loaded() && cuda_state::driver_is_up();
+    let is_up = DRIVER.is_loaded() && cuda_state::driver_is_up();
     let libraries: Vec<LibraryHooks> = INTERPOSED
         .walked()
         .into_iter()

@@ -9,9 +9,8 @@ use std::io::Write as _;
 use crate::command::Command;
 use vmm_pool::PoolReport;
 
-use super::OK;
-use super::last_call::{fail_aloud, guarded};
 use super::pausing::act;
+use crate::last_call::{OK, fail_aloud, guarded};
 use crate::{environment, runtime};
 
 const NCCL_SUCCESS: c_int = 0;

@@ -6,11 +6,10 @@ use std::ffi::{c_char, c_int};
 
 use tenants::identity::{FamilyName, TenantName};
 
-use super::last_call::fail;
 use super::pausing::{code_of, name_of, text};
 use super::stats::answer;
-use super::{ARGUMENT, OK, REFUSED};
 use crate::attach::{self, Refusal};
+use crate::last_call::{ARGUMENT, OK, REFUSED, fail};
 use crate::runtime;
 
 /// Brings a process that runs already under Sublet.

@@ -11,8 +11,7 @@ use std::time::Duration;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::sync::lock;
 
-use super::last_call::{fail, guarded, not_joined};
-use super::{ARGUMENT, OK};
+use crate::last_call::{ARGUMENT, OK, fail, guarded, not_joined};
 use crate::runtime;
 
 /// The longest time that a pause waits for the application's answer. The application may wait for a lock whose holder

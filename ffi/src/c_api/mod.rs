@@ -6,46 +6,17 @@
 //! * [`paging`]: addresses whose contents are on the device by turns.
 //! * [`stats`]: the memory that processes hold, and how much a tenant may hold, as JSON.
 //! * [`attach`]: coming under Sublet without `LD_PRELOAD`.
-//! * [`last_call`]: the error and the report of each thread's last call.
 //! * [`amem`]: the `ncclPause` family.
 
 pub mod amem;
 pub mod attach;
 pub mod contents;
-pub mod last_call;
 pub mod paging;
 pub mod pausing;
 pub mod regions;
 pub mod stats;
 
-use std::ffi::c_int;
-
-use tenants::code::Code;
-
-use crate::{bindings, pluggable};
-
-pub(crate) const OK: c_int = code(bindings::SUBLET_OK);
-pub(crate) const ARGUMENT: c_int = code(bindings::SUBLET_ERROR_ARGUMENT);
-pub(crate) const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
-pub(crate) const RETRY: c_int = code(bindings::SUBLET_ERROR_RETRY);
-pub(crate) const REFUSED: c_int = code(bindings::SUBLET_ERROR_REFUSED);
-pub(crate) const OUT_OF_DEVICE_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY);
-pub(crate) const OUT_OF_HOST_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_HOST_MEMORY);
-
-/// Fails to compile when the numbers of [`Code`] and those of the header differ.
-const _: () = {
-    assert!(Code::Usage.number(false) == ARGUMENT);
-    assert!(Code::Busy.number(true) == RETRY && Code::Driver.number(false) == REFUSED);
-    assert!(Code::GpuFull.number(true) == OUT_OF_DEVICE_MEMORY);
-    assert!(Code::HostFull.number(true) == OUT_OF_HOST_MEMORY);
-    assert!(Code::Lost.number(false) == code(bindings::SUBLET_ERROR_LOST));
-};
-
-/// A constant of the header as the type that its functions return.
-const fn code(value: u32) -> c_int {
-    // CAST: the header's codes are small.
-    value.cast_signed()
-}
+use crate::{bindings, last_call, pluggable};
 
 /// Fails to compile when a function here and its declaration in the header differ.
 macro_rules! agrees {

@@ -11,10 +11,12 @@ use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 
-use super::last_call::{fail, guarded, not_joined};
 use super::regions::tag_of;
 use super::stats::answer;
-use super::{ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY};
+use crate::last_call::{
+    ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY, fail, guarded,
+    not_joined,
+};
 use crate::{contexts, environment, look, runtime};
 
 fn code_of(error: &PageError) -> c_int {

@@ -13,8 +13,7 @@ use sublet_turns::Turn;
 use tenants::coordinator::Trouble;
 use tenants::identity::TenantName;
 
-use super::last_call::{fail, guarded, joined, keep_report, nobody, refused, say_no};
-use super::{ARGUMENT, OK};
+use crate::last_call::{ARGUMENT, OK, fail, guarded, joined, keep_report, nobody, refused, say_no};
 use crate::{bindings, environment, runtime};
 
 /// The text at `pointer`, which is not null.

@@ -8,10 +8,9 @@ use tenants::region::{self, RegionError};
 use vmm_pool::Contents;
 use vmm_pool::driver::DeviceOrdinal;
 
-use super::last_call::{fail, guarded};
 use super::pausing::text;
-use super::{ARGUMENT, OK};
 use crate::bindings;
+use crate::last_call::{ARGUMENT, OK, fail, guarded};
 
 /// Begins a region in one of the two ways there are.
 type Begin = fn(&str, Contents, Option<DeviceOrdinal>) -> Result<(), RegionError>;

@@ -7,9 +7,8 @@ use std::ffi::{c_char, c_int};
 use crate::command::Command;
 use serde::Serialize;
 
-use super::last_call::{fail, guarded_length, joined, refused, write_text};
 use super::pausing::{act, name_of, report_of, text};
-use super::{ARGUMENT, REFUSED};
+use crate::last_call::{ARGUMENT, REFUSED, fail, guarded_length, joined, refused, write_text};
 use crate::runtime::Member;
 
 /// The version of the library.

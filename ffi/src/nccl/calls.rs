@@ -12,10 +12,10 @@ use tenants::cut::{Cut, Increment};
 use tenants::region;
 
 use super::{Function, NCCL};
-use crate::interpose::Pointer;
 use crate::peers;
 use crate::replaced::graph;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
 
 /// `ncclUniqueId` is passed by value: 128 bytes, which the ABI puts on the stack.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +41,7 @@ const SHRINK_ABORT: c_int = 1;
 /// Calls the own function of the library whose `NCCL` and `Function` are in scope.
 macro_rules! call_nccl {
     ($symbol:ident ( $($value:expr),* $(,)? )) => {
-        $crate::interpose::library::call_own!(NCCL, $symbol($($value),*))
+        ::sublet_interpose::call_own!(NCCL, $symbol($($value),*))
             .map_or(NcclResult::SYSTEM_ERROR, NcclResult)
     };
 }

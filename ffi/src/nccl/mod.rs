@@ -9,11 +9,9 @@
 //! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a library and a table of its own
 //! (`experts`).
 //!
-//! The engine ([`interpose`](crate::interpose)) brings callers to these functions; this is its table. The profiling
+//! The engine ([`sublet_interpose`]) brings callers to these functions; this is its table. The profiling
 //! names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones, and `PyTorch`
 //! never does.
-
-#![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
 
 pub(crate) mod calls;
 pub(crate) mod experts;
@@ -23,8 +21,9 @@ use std::sync::OnceLock;
 
 use sublet_nccl::collectives::NcclResult;
 
-use crate::interpose::library::{Description, Library, interpose_library};
 use crate::runtime;
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// NCCL, and what is known of it in this process.
 pub(crate) static NCCL: Library = Library::new(Description {

@@ -18,9 +18,10 @@ use sublet_nvml::processes::{self, ProcessEntry};
 use sublet_nvml::{Asker, Bound, Gpu, NvmlCode};
 
 use crate::environment;
-use crate::interpose::Pointer;
-use crate::interpose::library::{Description, Library, interpose_library};
 use crate::runtime;
+use sublet_interpose::Pointer;
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// NVML, and what is known of it in this process.
 pub(crate) static NVML: Library = Library::new(Description {
@@ -249,8 +250,8 @@ mod calls {
     use sublet_nvml::{Memory, MemoryV2, NvmlCode, Process, ProcessV1};
 
     use super::{Function, NVML, are_rows_known, may_be_bound, narrowed, running};
-    use crate::interpose::Pointer;
-    use crate::interpose::library::call_own;
+    use sublet_interpose::Pointer;
+    use sublet_interpose::call_own;
 
     const MISSING: c_int = NvmlCode::FUNCTION_NOT_FOUND.0;
 

@@ -14,7 +14,7 @@ use sublet_nvml::Process;
 use sublet_nvml::processes::ProcessEntry as _;
 
 use super::{NVML, SUCCESS, all, own_symbol};
-use crate::interpose::Pointer;
+use sublet_interpose::Pointer;
 
 /// The file name of the preload object, in the maps of each process that has it.
 const OUR_FILE: &str = "libsublet";

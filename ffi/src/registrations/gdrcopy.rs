@@ -5,7 +5,8 @@
 use std::ffi::CStr;
 
 use super::{called, found, no_library};
-use crate::interpose::library::{Description, Library, interpose_library};
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// The file name under which it is distributed.
 pub(crate) const FILE: &CStr = c"libgdrapi.so.2";
@@ -40,8 +41,8 @@ mod calls {
 
     use super::super::{call_own, range_of, registered, seen};
     use super::{Function, GDRCOPY};
-    use crate::interpose::Pointer;
     use crate::runtime;
+    use sublet_interpose::Pointer;
 
     fn pin(
         context: Pointer,

@@ -3,7 +3,8 @@
 #![expect(unsafe_code, reason = "exports functions under the library's names")]
 
 use super::{called, found, nothing};
-use crate::interpose::library::{Description, Library, interpose_library};
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// libmlx5, and what is known of it in this process.
 pub(crate) static MLX5: Library = Library::new(Description {
@@ -34,8 +35,8 @@ mod calls {
 
     use super::super::{call_own, range_of, registered, seen};
     use super::{Function, MLX5};
-    use crate::interpose::Pointer;
     use crate::runtime;
+    use sublet_interpose::Pointer;
 
     /// The beginning of `mlx5dv_devx_umem_in`, which newer libraries extend at its end.
     #[repr(C)]

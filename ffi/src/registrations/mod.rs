@@ -19,11 +19,11 @@ use std::ffi::{CStr, c_int};
 use sublet_registrations::Key;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
-use crate::interpose::Pointer;
-use crate::interpose::library::call_own;
 use crate::look::Names;
 use crate::replaced::look_at;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
+use sublet_interpose::call_own;
 
 pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
 pub(crate) use mlx5::MLX5;

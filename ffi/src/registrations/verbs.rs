@@ -5,7 +5,8 @@
 use std::ffi::{CStr, c_int};
 
 use super::{called, found, nothing};
-use crate::interpose::library::{Description, Library, interpose_library};
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// The file name under which it is distributed.
 pub(crate) const FILE: &CStr = c"libibverbs.so.1";
@@ -41,8 +42,8 @@ mod calls {
 
     use super::super::{call_own, range_of, registered, seen};
     use super::{Function, VERBS, c_int};
-    use crate::interpose::Pointer;
     use crate::runtime;
+    use sublet_interpose::Pointer;
 
     /// The flag of `ibv_rereg_mr` by which the region gets other memory.
     const CHANGE_TRANSLATION: c_int = 1;

@@ -14,10 +14,10 @@ use vmm_pool::gate::Gate;
 
 use super::SUCCESS;
 use crate::contexts;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::look;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
 
 /// The longest time that the end of a context gives waits of ours there to end.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);

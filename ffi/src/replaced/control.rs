@@ -11,9 +11,9 @@ use vmm_pool::driver::DriverCode;
 use vmm_pool::gate::Passage;
 
 use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::{look, runtime};
+use sublet_interpose::Pointer;
 
 /// A device's attributes. Those of abilities that a pause could not undo are 0.
 ///

@@ -14,10 +14,10 @@ use super::context::with_current;
 use super::refusals::{away_in, refuse};
 use super::{Address, STREAM_PER_THREAD, SUCCESS, look_at};
 use crate::contexts::pointer_of;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::look::Names;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
 
 /// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`, `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL` and `CU_MEMORYTYPE_DEVICE`.
 const MEMORY_TYPE: c_int = 2;

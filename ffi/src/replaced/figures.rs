@@ -9,8 +9,8 @@ use vmm_pool::budget::Figure;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _};
 
 use super::{SUCCESS, late_frees, size_t};
+use crate::driver::{DRIVER, call_driver};
 use crate::environment;
-use crate::interpose::driver::{self, call_driver};
 use crate::runtime;
 
 /// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A
@@ -50,7 +50,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 
 /// Adds what others would give up to what is free.
 fn add_others(device: DeviceOrdinal, free: *mut usize, total: *mut usize) {
-    let driver = CudaDriver::from_symbols(&|name| driver::symbol(name)).ok();
+    let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name)).ok();
     let uuid = driver.and_then(|driver| driver.device_uuid(device).ok());
     let Some(uuid) = uuid else { return };
     let others_bytes = runtime::others_give(&uuid.to_string(), || {

@@ -12,10 +12,10 @@ use vmm_pool::gate::Passage;
 use vmm_pool::paging::In;
 
 use super::{STREAM_PER_THREAD, SUCCESS, stream_value};
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::look;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
 
 /// `CU_STREAM_LEGACY`; 0 means the same here.
 const STREAM_LEGACY: usize = 1;

@@ -22,8 +22,8 @@ use vmm_pool::sync::lock;
 use vmm_pool::{Block, VirtualHandle};
 
 use super::{Address, SUCCESS};
-use crate::interpose::Pointer;
 use crate::runtime::{self, Member};
+use sublet_interpose::Pointer;
 
 /// The longest wait of an allocation for the thread to be done: the thread gives up a few blocks.
 const SETTLED_WITHIN: Duration = Duration::from_secs(10);

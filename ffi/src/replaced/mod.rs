@@ -36,8 +36,8 @@ pub use vmm::*;
 
 use vmm_pool::driver::{DeviceAddress, DriverCode, VaRange};
 
-use crate::interpose::Pointer;
 use crate::look::{self, Names, StaysInUse};
+use sublet_interpose::Pointer;
 
 type Handle = c_ulonglong;
 type Address = u64;

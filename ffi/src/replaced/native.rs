@@ -17,9 +17,9 @@ use super::context::device_of;
 use super::graph::capture_of;
 use super::{Address, STREAM_PER_THREAD, SUCCESS, stream_value};
 use crate::contexts;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::runtime;
+use sublet_interpose::Pointer;
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 const DEVICE_ORDINAL: c_int = 9;

@@ -17,12 +17,12 @@ use super::context::{device_of, with_current};
 use super::graph::capture_of;
 use super::{Address, SUCCESS, late_frees, look_at, range, stream_value, with_caller, write_out};
 use crate::contexts::{self, pointer_of};
-use crate::guards;
-use crate::interpose::Pointer;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::look::Names;
 use crate::peers;
 use crate::runtime::{self, Member, answered, class_of_caller};
+use crate::saver;
+use sublet_interpose::Pointer;
 
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
@@ -114,7 +114,7 @@ unsafe extern "C" fn mem_alloc(
     let Ok(device) = runtime::current_device() else {
         return driver();
     };
-    if guards::refuses(size) {
+    if saver::refuses(size) {
         return DriverCode::OUT_OF_MEMORY.0;
     }
     answered(

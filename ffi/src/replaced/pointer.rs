@@ -10,7 +10,7 @@ use vmm_pool::Facts;
 use vmm_pool::driver::{DeviceAddress, DriverCode, Location};
 
 use super::{Address, SUCCESS, size_t, write_out};
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::runtime::{self, Member, answered};
 
 /// Writes the value of an attribute where the caller wants it.

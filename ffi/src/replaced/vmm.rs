@@ -15,9 +15,9 @@ use vmm_pool::driver::{
 
 use super::{Address, Handle, late_frees, range, with_caller, write_out};
 use crate::contexts;
-use crate::guards;
-use crate::interpose::driver::call_driver;
+use crate::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller};
+use crate::saver;
 
 /// The driver knows no flags of these calls yet, and refuses all. `Done` is a call without any. One with flags about a
 /// `handle` of ours is refused as the driver would, which must not see the handle; any other is the driver's to judge.
@@ -52,7 +52,7 @@ unsafe extern "C" fn mem_create(
     let Some(prop) = (unsafe { prop.as_ref() }) else {
         return driver();
     };
-    guards::settle();
+    saver::settle();
     answered(
         runtime::join,
         |member| {

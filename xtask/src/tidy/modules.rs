@@ -36,7 +36,7 @@ const ORDERS: [Order; 3] = [
     },
     Order {
         folder: "ffi/src",
-        modules: "lib guards bindings environment interpose contexts runtime command nvml peers records look replaced pluggable hooks \
+        modules: "lib bindings environment driver contexts runtime last_call saver command nvml peers records look replaced pluggable hooks \
             nccl registrations interposed attach c_api compat",
     },
 ];

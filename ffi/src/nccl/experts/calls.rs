@@ -8,9 +8,9 @@ use std::ffi::c_int;
 use sublet_nccl::collectives::NcclResult;
 
 use super::{Function, NCCL_EP as NCCL};
-use crate::interpose::Pointer;
 use crate::nccl::calls::{call_nccl, counted, function};
 use crate::runtime;
+use sublet_interpose::Pointer;
 
 function! {
     ncclEpCreateGroup(place: Pointer, communicator: Pointer, settings: Pointer)

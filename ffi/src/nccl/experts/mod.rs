@@ -1,14 +1,13 @@
 //! NCCL EP's public functions under their own names, counted where `sublet_nccl::collectives` says.
 
-#![expect(unsafe_code, reason = "exports functions under NCCL EP's names")]
-
 pub(crate) mod calls;
 
 use std::ffi::CStr;
 
 use super::{called, no_nccl};
-use crate::interpose::library::{Description, Library, interpose_library};
 use crate::runtime;
+use sublet_interpose::interpose_library;
+use sublet_interpose::library::{Description, Library};
 
 /// NCCL EP, and what is known of it in this process.
 pub(crate) static NCCL_EP: Library = Library::new(Description {

@@ -5,20 +5,54 @@
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-type DlsymFn = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+/// An argument that is only passed on.
+pub type Pointer = *mut c_void;
+
+/// The address of a function of ours. A function itself, because no constant may hold an address as a number.
+pub type AddressOf = fn() -> usize;
+
+/// The way in which the libraries of this process were bound to us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Binding {
+    /// By the loader: we come before the provider and before all libraries that we stand in for.
+    ByLoader,
+    /// By an attach: we came after the others, and may be in no library's search order.
+    ByAttach,
+}
+
+pub(crate) static IS_ATTACHED: AtomicBool = AtomicBool::new(false);
+
+impl Binding {
+    /// Returns the way in which this process's libraries were bound to us.
+    pub fn of_process() -> Self {
+        if IS_ATTACHED.load(Ordering::Acquire) { Self::ByAttach } else { Self::ByLoader }
+    }
+}
+
+/// Does the name of the file at `path` begin so?
+pub(crate) fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
+    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    file.starts_with(begin)
+}
+
+/// The type of `dlsym`.
+pub type DlsymFn = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+
+/// The beginnings of the file names of the loader, the C library and the kernel's part of a process.
+pub(super) const FILES: [&str; 4] = ["ld-linux", "libc.so", "libdl.so", "linux-vdso"];
 
 thread_local! {
     /// Set while this thread looks names up for us: our own `dlsym` then stands aside.
     static LOOKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Address of the loader's `dlsym`; read by the assembly of [`crate::interposed::dlsym`].
-pub(crate) static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
+/// Address of the loader's `dlsym`; read by the assembly of our `dlsym`.
+pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Address of the loader's `dlvsym`; read by the assembly of [`crate::interposed`].
-pub(crate) static REAL_DLVSYM: AtomicUsize = AtomicUsize::new(0);
+/// Address of the loader's `dlvsym`; read by the assembly of our `dlvsym`.
+pub static REAL_DLVSYM: AtomicUsize = AtomicUsize::new(0);
 
 /// Is this thread looking a name up for us?
 pub(crate) fn is_looking() -> bool {
@@ -34,7 +68,7 @@ pub(crate) fn past_hooks<T>(work: impl FnOnce() -> T) -> T {
 }
 
 /// Finds the loader's `dlsym`. Takes no lock of ours: two threads may both look, and find the same.
-pub(crate) fn find_dlsym() -> Option<DlsymFn> {
+pub fn find_dlsym() -> Option<DlsymFn> {
     let known = REAL_DLSYM.load(Ordering::Acquire);
     let address = if known == 0 {
         // glibc 2.34 moved `dlsym` into libc under a new version; before that it was in libdl.
@@ -102,7 +136,7 @@ fn info_of(address: usize) -> Option<libc::Dl_info> {
 }
 
 /// Returns the address at which the file that holds `address` is mapped, and its path.
-pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
+pub fn image_of(address: usize) -> Option<(usize, CString)> {
     let info = info_of(address)?;
     if info.dli_fname.is_null() {
         return None;
@@ -113,14 +147,14 @@ pub(crate) fn image_of(address: usize) -> Option<(usize, CString)> {
 }
 
 /// The exported function that `address` is in.
-pub(crate) fn function_of(address: usize) -> Option<CString> {
+pub fn function_of(address: usize) -> Option<CString> {
     let info = info_of(address).filter(|info| !info.dli_sname.is_null())?;
     // SAFETY: the loader's names of symbols are terminated and live as long as the library.
     Some(unsafe { CStr::from_ptr(info.dli_sname) }.to_owned())
 }
 
 /// Is `address` in this library?
-pub(crate) fn is_own(address: usize) -> bool {
+pub fn is_own(address: usize) -> bool {
     is_same_file(address, (is_own as *const ()).addr())
 }
 
@@ -131,7 +165,7 @@ pub(crate) fn is_same_file(one: usize, other: usize) -> bool {
 }
 
 /// The file that holds `address`.
-pub(crate) fn file_of(address: usize) -> Option<String> {
+pub fn file_of(address: usize) -> Option<String> {
     image_of(address).map(|(_, path)| path.to_string_lossy().into_owned())
 }
 
@@ -143,13 +177,17 @@ pub(crate) fn open_loaded(path: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
-/// The loader's answer for `name` in the file that holds `address`, and what that file depends on.
-pub(crate) fn dlsym_of_file(address: usize, name: &CStr) -> Option<NonNull<c_void>> {
-    let (_, path) = image_of(address)?;
-    let handle = open_loaded(&path)?;
-    let found = dlsym(handle, name);
+/// Does `work` with the loader's answer for `name` in the loaded file at `path`, and what that file depends on. The file stays
+/// loaded meanwhile.
+pub fn with_function<T>(
+    path: &CStr,
+    name: &CStr,
+    work: impl FnOnce(NonNull<c_void>) -> T,
+) -> Option<T> {
+    let handle = open_loaded(path)?;
+    let done = dlsym(handle, name).map(work);
     close(handle);
-    found
+    done
 }
 
 /// Gives a handle of [`open_loaded`] back.
@@ -159,6 +197,6 @@ pub(crate) fn close(handle: *mut c_void) {
 }
 
 /// Is a library of this name loaded?
-pub(crate) fn is_loaded(name: &CStr) -> bool {
+pub fn is_loaded(name: &CStr) -> bool {
     open_loaded(name).map(close).is_some()
 }

@@ -3,15 +3,15 @@
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::NonNull;
 
-use super::driver::{self, Driver};
 use super::library::Library;
-use super::patch::{self, order};
-use super::{Binding, Pointer, loader};
+use super::loader::{self, Binding, Pointer};
+use super::patch::order;
+use super::provider::Provider;
 
 /// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub(crate) struct Decision {
+pub struct Decision {
     address: Pointer,
     /// 0 when the loader answers.
     is_ours: usize,
@@ -19,55 +19,57 @@ pub(crate) struct Decision {
 
 impl Decision {
     /// The loader answers, as if it had been asked itself.
-    pub(crate) const LOADER: Self = Self { address: std::ptr::null_mut(), is_ours: 0 };
+    pub const LOADER: Self = Self { address: std::ptr::null_mut(), is_ours: 0 };
 
     /// This is the answer; 0 is that there is no such function.
-    pub(crate) fn answer(address: usize) -> Self {
+    pub(super) fn answer(address: usize) -> Self {
         Self { address: std::ptr::with_exposed_provenance_mut(address), is_ours: 1 }
     }
 }
 
-/// The answer about a function of the driver's, asked from `caller` in a process bound by `binding`. A name is found only where
-/// it would be found without us: libraries take a name of the driver's for the driver itself.
-pub(super) fn decide_driver(
-    driver: &Driver,
-    binding: Binding,
+/// The answer about a function of the provider's, asked from `caller`. A name is found only where it would be found without
+/// us: libraries take a name of the provider's for the provider itself.
+pub(super) fn decide_provider(
+    provider: &Provider,
     handle: Pointer,
     name: &CStr,
     caller: usize,
 ) -> Decision {
-    if !driver.hooks().any(|hook| hook.function.symbol.as_bytes() == name.to_bytes()) {
+    if !provider.has(name) {
         return Decision::LOADER;
     }
     let found = if handle == libc::RTLD_NEXT {
-        next_driver(name, caller)
+        next_of_provider(provider, name, caller)
     } else if handle != libc::RTLD_DEFAULT {
         loader::dlsym(handle, name)
     } else {
-        match binding {
+        match Binding::of_process() {
             // Whatever the caller would bind to, which is our export where no other library comes first.
             Binding::ByLoader => loader::program().and_then(|program| loader::dlsym(program, name)),
-            // The driver may come before us in the caller's order.
-            Binding::ByAttach => loader::program()
-                .and_then(|program| loader::dlsym(program, name))
-                .or_else(|| loader::dlsym_of_file(caller, name)),
+            // The provider may come before us in the caller's order.
+            Binding::ByAttach => {
+                loader::program().and_then(|program| loader::dlsym(program, name)).or_else(|| {
+                    let (_, file) = loader::image_of(caller)?;
+                    loader::with_function(&file, name, |found| found)
+                })
+            }
         }
     };
     let Some(found) = found else {
         return Decision::LOADER;
     };
     if loader::is_own(found.as_ptr().expose_provenance()) {
-        let is_there = match binding {
+        let is_there = match Binding::of_process() {
             Binding::ByLoader => {
                 is_behind_us(name) || handle == libc::RTLD_DEFAULT && is_around(name, caller)
             }
             // Nothing is behind one that came last.
-            Binding::ByAttach => driver::symbol(name).is_some(),
+            Binding::ByAttach => provider.library().symbol(name).is_some(),
         };
         // The loader has just been asked in vain, which is the error that the caller reads.
         return if is_there { Decision::LOADER } else { Decision::answer(0) };
     }
-    let ours = driver.exchanged(found.as_ptr());
+    let ours = provider.exchanged(found.as_ptr());
     if ours == found.as_ptr() {
         Decision::LOADER
     } else {
@@ -91,10 +93,7 @@ fn is_around(name: &CStr, caller: usize) -> bool {
 
 /// The function `name` that the loaded file at `path` has itself: one of a dependency comes in that one's turn.
 fn own(path: &CString, name: &CStr) -> Option<NonNull<c_void>> {
-    let handle = loader::open_loaded(path)?;
-    let found = loader::dlsym(handle, name);
-    loader::close(handle);
-    found.filter(|found| {
+    loader::with_function(path, name, |found| found).filter(|found| {
         let holder = loader::image_of(found.as_ptr().expose_provenance());
         holder.is_some_and(|(_, holder)| holder == *path)
     })
@@ -106,30 +105,26 @@ fn next(name: &CStr, caller: usize) -> Result<NonNull<c_void>, bool> {
     behind.files.iter().find_map(|file| own(file, name)).ok_or(behind.goes_on)
 }
 
-/// The driver's function, or another library's in its place, that the loader finds behind `caller`. Where libraries that are
-/// in no certain order may have it, the driver's own: what passes us by is worse than what is found too often.
-fn next_driver(name: &CStr, caller: usize) -> Option<NonNull<c_void>> {
-    if loader::file_of(caller).is_some_and(|file| patch::is_original(file.as_bytes())) {
+/// The provider's function, or another library's in its place, that the loader finds behind `caller`. Where libraries that
+/// are in no certain order may have it, the provider's own: what passes us by is worse than what is found too often.
+fn next_of_provider(provider: &Provider, name: &CStr, caller: usize) -> Option<NonNull<c_void>> {
+    if loader::file_of(caller).is_some_and(|file| provider.is_left_out(file.as_bytes())) {
         return None;
     }
     next(name, caller)
         .or_else(|goes_on| {
-            let is_known = goes_on && driver::is_loaded();
-            is_known.then(|| driver::symbol(name)).flatten().ok_or(())
+            let library = provider.library();
+            let is_known = goes_on && library.is_loaded();
+            is_known.then(|| library.symbol(name)).flatten().ok_or(())
         })
         .ok()
 }
 
 /// The answer about function `number` of a library, looked up behind `caller`. A library that stands between us and the
 /// watched copy gets what is behind it: what we call calls on there.
-fn decide_next(
-    library: &'static Library,
-    binding: Binding,
-    number: usize,
-    caller: usize,
-) -> Decision {
+fn decide_next(library: &'static Library, number: usize, caller: usize) -> Decision {
     let name = library.rows()[number].name;
-    let whole = match binding {
+    let whole = match Binding::of_process() {
         Binding::ByLoader => Some(libc::RTLD_NEXT),
         Binding::ByAttach => loader::program(),
     };
@@ -146,7 +141,7 @@ fn decide_next(
         let ours = watched.and_then(|copy| library.answer(copy, number));
         return ours.map_or(Decision::LOADER, Decision::answer);
     }
-    if binding == Binding::ByAttach {
+    if Binding::of_process() == Binding::ByAttach {
         return Decision::LOADER;
     }
     // Behind the caller is less than behind us: with nothing here the loader could only find us.
@@ -156,18 +151,17 @@ fn decide_next(
     }
 }
 
-/// The answer about function `number` of a library, asked as for [`decide_driver`]. Unlike the driver, a library may
+/// The answer about function `number` of a library, asked as for [`decide_provider`]. Unlike the provider, a library may
 /// be missing, or there twice: our exports must be found only where its own functions would have been.
 pub(super) fn decide_library(
     library: &'static Library,
-    binding: Binding,
     handle: Pointer,
     number: usize,
     caller: usize,
 ) -> Decision {
     let name = library.rows()[number].name;
     let copy = if handle == libc::RTLD_NEXT {
-        return decide_next(library, binding, number, caller);
+        return decide_next(library, number, caller);
     } else if handle == libc::RTLD_DEFAULT {
         library.behind_us().or_else(|| library.of_dependencies(caller))
     } else {

@@ -1,94 +1,90 @@
-//! The engine that makes callers call us instead of the driver, NCCL, or another library.
+//! The engine that makes callers call our functions instead of other libraries'.
 //!
-//! An engine without a table of its own: the functions of others and ours in their place are handed to it as a value, an
-//! `Interposition`, by [`crate::interposed`]. A further library is a further `Library` in that value.
+//! It has no table of its own: the functions of others, and ours in their place, are handed to it as one value, an
+//! [`Interposition`]. A further library is a further [`Library`] in that value.
 //!
-//! * `loader`: the dynamic loader's own functions, past ours.
-//! * `driver`: the driver's own functions, past ours, and the exchange of its addresses for ours.
-//! * `library`: libraries whose public functions we export under their own names; which copy a call is for.
-//! * `lookup`: what our `dlsym` answers.
+//! * [`loader`]: the dynamic loader's own functions, past ours.
+//! * [`provider`]: the library that hands its functions out by address, and the exchange of its addresses for ours.
+//! * [`library`]: libraries whose public functions we export under their own names; which copy a call is for.
+//! * `lookup`: the answers of our `dlsym`.
 //! * `patch`: our addresses written into libraries that the loader has bound elsewhere.
 //!
-//! It decides which function a caller gets. The functions themselves are not its matter.
+//! The engine decides which function a caller gets. It knows no GPU, no memory and no other process. Nothing here prints,
+//! exits or unwinds.
 
 #![expect(unsafe_code, reason = "reads the names that callers of dlsym ask for")]
 
-pub(crate) mod driver;
-pub(crate) mod library;
-pub(crate) mod loader;
-pub(crate) mod lookup;
-pub(crate) mod patch;
+pub mod library;
+pub mod loader;
+mod lookup;
+mod patch;
+pub mod provider;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CStr, CString, c_char};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
 
-use sublet_cuda_driver::functions::PREFIX;
-
-use driver::Driver;
 use library::Library;
-use lookup::{Decision, decide_driver, decide_library};
-use patch::{Entry, Ours, Patches, Purpose};
+use lookup::{decide_library, decide_provider};
+use patch::{Ours, Patches};
+use provider::Provider;
 
-/// An argument that is only passed on.
-pub(crate) type Pointer = *mut c_void;
+pub use loader::{AddressOf, Binding, Pointer};
+pub use lookup::Decision;
+pub use patch::{Entry, Purpose};
 
 /// Another's function at `address`, by the type of ours.
 ///
 /// # Safety
 /// The function there has the signature of `_ours`, which is a pointer to a function.
-pub(crate) unsafe fn alike<F: Copy>(_ours: F, address: Pointer) -> F {
+pub unsafe fn alike<F: Copy>(_ours: F, address: Pointer) -> F {
     const { assert!(size_of::<F>() == size_of::<Pointer>()) };
     // SAFETY: as this function's caller promises, and both are as large.
     unsafe { std::mem::transmute_copy(&address) }
 }
 
 /// The type of an argument, to be inferred.
+#[macro_export]
 macro_rules! any {
     ($value:expr) => {
         _
     };
 }
-pub(crate) use any;
 
-/// The address of a function of ours. A function itself, because no constant may hold an address as a number.
-pub(crate) type AddressOf = fn() -> usize;
+/// A C string of an identifier.
+#[macro_export]
+macro_rules! c_name {
+    ($symbol:ident) => {
+        match ::std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($symbol), "\0").as_bytes()) {
+            Ok(name) => name,
+            Err(_) => c"",
+        }
+    };
+}
 
 /// A function of the loader's, with ours in its place.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LoaderFunction {
+pub struct LoaderFunction {
     /// Its name.
-    pub(crate) name: &'static CStr,
+    pub name: &'static CStr,
     /// Ours.
-    pub(crate) ours: AddressOf,
+    pub ours: AddressOf,
     /// Whether we export that name; one that we do not is reached by the slots of those who import it alone.
-    pub(crate) is_exported: bool,
-}
-
-/// The way in which the libraries of this process were bound to us.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Binding {
-    /// By the loader: we come before the driver and before all libraries that we stand in for.
-    ByLoader,
-    /// By an attach: we came after the others, and may be in no library's search order.
-    ByAttach,
+    pub is_exported: bool,
 }
 
 /// The functions that ours stand in for in this process, and the engine's findings about the process.
 ///
 /// Shared by all threads. No lock of it is held around the loader's functions, which take its own.
 #[derive(Debug)]
-pub(crate) struct Interposition {
-    driver: Driver,
+pub struct Interposition {
+    provider: Provider,
     libraries: &'static [&'static Library],
     /// The loader's functions with ours in their place, those that we export first.
     loader: &'static [LoaderFunction],
-    /// The bytes that names of the driver's functions and of the libraries' begin with.
-    first_bytes: [bool; 256],
     patches: Patches,
-    is_attached: AtomicBool,
     is_forked: AtomicBool,
     /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the question, which
     /// takes the loader's: who asks may hold that one.
@@ -109,85 +105,49 @@ const ANOTHERS: u8 = 2;
 /// The longest time that a walk may take in a forked child.
 const CHILD_WALK_MAX: Duration = Duration::from_secs(2);
 
-/// In a process that the loader bound to us: does another library or the program itself come before us with a function
-/// `name` of its own? Then that is what callers are meant to find.
-fn is_anothers(name: &[u8]) -> bool {
-    let Some(name) = CString::new(name).ok() else {
-        return false;
-    };
-    let found = loader::program().and_then(|program| loader::dlsym(program, &name));
-    let found = found.map(|found| found.as_ptr().expose_provenance());
-    found.is_some_and(|found| {
-        !loader::is_own(found)
-            && loader::file_of(found).is_some_and(|file| !patch::is_original(file.as_bytes()))
-    })
-}
-
 impl Interposition {
-    /// Functions of the driver, of `libraries`, and of the loader by their names, with ours in their place.
-    pub(crate) const fn new(
-        driver: Driver,
+    /// Functions of the provider, of `libraries`, and of the loader by their names, with ours in their place.
+    pub const fn new(
+        provider: Provider,
         libraries: &'static [&'static Library],
         loader: &'static [LoaderFunction],
     ) -> Self {
-        let mut first_bytes = [false; 256];
-        first_bytes[PREFIX.as_bytes()[0] as usize] = true;
-        let mut next = 0;
-        while next < libraries.len() {
-            first_bytes[libraries[next].prefix().as_bytes()[0] as usize] = true;
-            next += 1;
-        }
         Self {
-            driver,
+            provider,
             libraries,
             loader,
-            first_bytes,
             patches: Patches::new(),
-            is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
             is_ours_first: AtomicU8::new(UNASKED),
             walker: AtomicU32::new(0),
         }
     }
 
-    /// The driver's functions.
-    pub(crate) const fn driver(&self) -> &Driver {
-        &self.driver
-    }
-
-    /// Returns the way in which this process's libraries were bound to us.
-    pub(crate) fn binding(&self) -> Binding {
-        if self.is_attached.load(Ordering::Acquire) { Binding::ByAttach } else { Binding::ByLoader }
+    /// The functions that are exchanged by address.
+    pub const fn provider(&self) -> &Provider {
+        &self.provider
     }
 
     /// From now on this process's libraries are bound to us by an attach.
-    pub(crate) fn bind_by_attach(&'static self) {
+    pub fn bind_by_attach(&'static self) {
         self.prepare();
-        for library in self.libraries {
-            library.bind_by_attach();
-        }
-        self.is_attached.store(true, Ordering::Release);
+        loader::IS_ATTACHED.store(true, Ordering::Release);
     }
 
     /// Makes null the weak references of the program to functions that nobody has but us.
-    pub(crate) fn start(&self) {
-        let is_hook = |name: &CStr| {
-            self.driver.hooks().any(|hook| hook.function.symbol.as_bytes() == name.to_bytes())
-        };
-        let is_row =
-            |name: &CStr| self.libraries.iter().any(|library| library.number_of(name).is_some());
-        let is_ours = |name: &CStr| self.may_have(name) && (is_hook(name) || is_row(name));
+    pub fn start(&self) {
+        let is_ours = |name: &CStr| self.provider.has(name) || self.row(name).is_some();
         patch::weak::clear(loader::is_own, is_ours, lookup::is_behind_us);
         loader::forget_error();
     }
 
     /// Patches nothing any more: we are a forked child, where a lock of the loader's may be held for ever.
-    pub(crate) fn set_forked(&self) {
+    pub fn set_forked(&self) {
         self.is_forked.store(true, Ordering::Relaxed);
     }
 
     /// True in a forked child.
-    pub(crate) fn is_forked(&self) -> bool {
+    pub fn is_forked(&self) -> bool {
         self.is_forked.load(Ordering::Relaxed)
     }
 
@@ -201,11 +161,11 @@ impl Interposition {
 
     /// Do walks write in this process? Not where somebody else's `dlsym` comes before ours: its calls come to us.
     fn walks(&self) -> bool {
-        self.binding() == Binding::ByAttach || self.is_bound_by_loader()
+        Binding::of_process() == Binding::ByAttach || self.is_bound_by_loader()
     }
 
     /// True in a forked child of a process that had walked: a lock of the loader's may be held for ever.
-    pub(crate) fn is_child(&self) -> bool {
+    pub fn is_child(&self) -> bool {
         let own = std::process::id();
         let order = Ordering::Relaxed;
         self.is_forked()
@@ -214,7 +174,7 @@ impl Interposition {
 
     /// Walks before a pause, and says why work of this process may reach a device past us, if it may. In a forked child
     /// a thread of its own walks, which is left behind where it finds the loader's lock held for ever.
-    pub(crate) fn escape(&'static self) -> Option<String> {
+    pub fn escape(&'static self) -> Option<String> {
         if !self.walks() {
             return None;
         }
@@ -224,7 +184,7 @@ impl Interposition {
                 self.walk(Purpose::Pause);
                 let _heard = done.send(());
             };
-            vmm_pool::threads::spawn("sublet-walk", walk, |_| {}).ok()?;
+            sublet_sync::threads::spawn("sublet-walk", walk, |_| {}).ok()?;
             walked.recv_timeout(CHILD_WALK_MAX).ok()?;
         } else {
             self.walk(Purpose::Pause);
@@ -234,16 +194,16 @@ impl Interposition {
         let missed =
             missed.map(|(path, why)| format!("launches from {path} may pass Sublet by ({why})"));
         missed.or_else(|| {
-            let driver = self.patches.driver_elsewhere()?;
+            let library = self.patches.provider_elsewhere()?;
             Some(format!(
-                "{driver} is loaded in a namespace of its own (dlmopen), and launches through it pass Sublet by: \
+                "{library} is loaded in a namespace of its own (dlmopen), and launches through it pass Sublet by: \
                  open what uses it with dlopen"
             ))
         })
     }
 
     /// True when the loader binds the program to our functions instead of its own, such as `dlsym`.
-    pub(crate) fn is_bound_by_loader(&self) -> bool {
+    pub fn is_bound_by_loader(&self) -> bool {
         let known = self.is_ours_first.load(Ordering::Relaxed);
         if known != UNASKED {
             return known == OURS;
@@ -258,56 +218,71 @@ impl Interposition {
 
     /// Makes what walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
     /// nothing of it is made under the loader's lock.
-    pub(crate) fn prepare(&'static self) {
+    pub fn prepare(&'static self) {
         self.patches.prepare(|| {
             let exported = |address| Ours { address, is_exported: true };
-            let hooks = self.driver.hooks();
-            let driver =
-                hooks.map(|hook| (hook.function.symbol.as_bytes(), exported((hook.wrapper)())));
+            let hooks = self.provider.hooks();
+            let provider = hooks.map(|hook| (hook.symbol.as_bytes(), exported((hook.ours)())));
             let rows = self.libraries.iter().flat_map(|library| library.rows());
             let libraries = rows.map(|row| (row.name.to_bytes(), exported((row.exported)())));
             let loader = self.loader.iter().map(|function| {
                 let ours = Ours { address: (function.ours)(), is_exported: function.is_exported };
                 (function.name.to_bytes(), ours)
             });
-            let all = driver.chain(libraries).chain(loader);
+            let all = provider.chain(libraries).chain(loader);
             if !self.is_bound_by_loader() {
                 return all.collect();
             }
-            all.filter(|(name, _)| !is_anothers(name)).collect()
+            all.filter(|(name, _)| !self.is_anothers(name)).collect()
         });
     }
 
+    /// In a process that the loader bound to us: does another library or the program itself come before us with a function
+    /// `name` of its own? Then that is what callers are meant to find.
+    fn is_anothers(&self, name: &[u8]) -> bool {
+        let Some(name) = CString::new(name).ok() else {
+            return false;
+        };
+        let found = loader::program().and_then(|program| loader::dlsym(program, &name));
+        let found = found.map(|found| found.as_ptr().expose_provenance());
+        found.is_some_and(|found| {
+            !loader::is_own(found)
+                && loader::file_of(found)
+                    .is_some_and(|file| !self.provider.is_left_out(file.as_bytes()))
+        })
+    }
+
     /// Our function for imports of `name`. None before [`prepare`](Self::prepare).
-    #[cfg(test)]
-    pub(crate) fn import(&self, name: &CStr) -> Option<usize> {
+    pub fn import(&self, name: &CStr) -> Option<usize> {
         self.patches.import(name)
     }
 
     /// Walks over all libraries of the process.
-    pub(crate) fn walk(&'static self, purpose: Purpose) {
+    pub fn walk(&'static self, purpose: Purpose) {
         self.prepare();
-        self.patches.walk(&self.driver, self.binding(), purpose);
+        self.patches.walk(&self.provider, purpose);
     }
 
     /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
-    pub(crate) fn walked(&self) -> Vec<(String, Entry)> {
+    pub fn walked(&self) -> Vec<(String, Entry)> {
         self.patches.entries()
     }
 
-    /// Says why calls of the library that is distributed as `file` may not come to us, if so: it is not among the loader's
-    /// libraries, or somebody may have looked its functions up past us. As of the last walk.
-    pub(crate) fn sees_calls_of(&self, file: &CStr) -> Result<(), String> {
+    /// Tells whether all calls of the library that is distributed as `file` come to us. As of the last walk.
+    ///
+    /// # Errors
+    /// Why they may not: it is not among the loader's libraries, or somebody may have looked its functions up past us.
+    pub fn sees_calls_of(&self, file: &CStr) -> Result<(), String> {
         if !self.walks() {
             return Err("another library's dlsym comes before that of Sublet".to_owned());
         }
-        let name = file.to_string_lossy();
-        let stem = name.split_inclusive(".so").next().unwrap_or_default();
-        if !self.patches.has_loaded(stem.as_bytes()) {
-            return Err(format!("{stem} is not loaded, so that something else registers there"));
+        let stem = provider::stem_of(file);
+        let name = String::from_utf8_lossy(stem);
+        if !self.patches.has_loaded(stem) {
+            return Err(format!("{name} is not loaded, so that something else registers there"));
         }
         match self.patches.looked_up_past_us(stem) {
-            Some(by) => Err(format!("{by} may have looked {stem} up past Sublet")),
+            Some(by) => Err(format!("{by} may have looked {name} up past Sublet")),
             None => Ok(()),
         }
     }
@@ -317,7 +292,7 @@ impl Interposition {
     ///
     /// # Safety
     /// `name` and `version` are null or terminated strings.
-    pub(crate) unsafe fn answer_versioned(
+    pub unsafe fn answer_versioned(
         &'static self,
         handle: Pointer,
         name: *const c_char,
@@ -333,8 +308,7 @@ impl Interposition {
         if !self.is_for_us(handle, name) {
             return Decision::LOADER;
         }
-        let number = |library: &&'static Library| Some((*library, library.number_of(name)?));
-        let Some((library, number)) = self.libraries.iter().find_map(number) else {
+        let Some((library, number)) = self.row(name) else {
             return Decision::LOADER;
         };
         // SAFETY: as above.
@@ -357,7 +331,7 @@ impl Interposition {
     /// a library for that it has just opened, before the library itself asks for any.
     fn is_for_us(&'static self, handle: Pointer, name: &CStr) -> bool {
         let is_ours = self.may_have(name);
-        if !is_ours && is_pseudo(handle) && self.binding() == Binding::ByLoader {
+        if !is_ours && is_pseudo(handle) && Binding::of_process() == Binding::ByLoader {
             return false;
         }
         if loader::is_looking() {
@@ -369,25 +343,23 @@ impl Interposition {
 
     /// Does `name` begin as some name in a table does?
     fn may_have(&self, name: &CStr) -> bool {
-        let name = name.to_bytes();
-        let is_first = name.first().is_some_and(|first| self.first_bytes[usize::from(*first)]);
-        is_first
-            && (name.starts_with(PREFIX.as_bytes())
-                || self
-                    .libraries
-                    .iter()
-                    .any(|library| name.starts_with(library.prefix().as_bytes())))
+        let others = self.libraries.iter().map(|library| library.prefix());
+        let mut prefixes = std::iter::once(self.provider.prefix()).chain(others);
+        prefixes.any(|prefix| name.to_bytes().starts_with(prefix.as_bytes()))
     }
 
-    /// Our answer to `dlsym(handle, name)`, asked from `caller` in a process bound by `binding`.
-    fn decide(&self, binding: Binding, handle: Pointer, name: &CStr, caller: usize) -> Decision {
-        if name.to_bytes().starts_with(PREFIX.as_bytes()) {
-            return decide_driver(&self.driver, binding, handle, name, caller);
+    /// The library that has `name` in its table, and its number there.
+    fn row(&self, name: &CStr) -> Option<(&'static Library, usize)> {
+        self.libraries.iter().find_map(|library| Some((*library, library.number_of(name)?)))
+    }
+
+    /// Our answer to `dlsym(handle, name)`, asked from `caller`.
+    fn decide(&self, handle: Pointer, name: &CStr, caller: usize) -> Decision {
+        if name.to_bytes().starts_with(self.provider.prefix().as_bytes()) {
+            return decide_provider(&self.provider, handle, name, caller);
         }
-        let found =
-            self.libraries.iter().find_map(|library| Some((library, library.number_of(name)?)));
-        match found {
-            Some((library, number)) => decide_library(library, binding, handle, number, caller),
+        match self.row(name) {
+            Some((library, number)) => decide_library(library, handle, number, caller),
             None => Decision::LOADER,
         }
     }
@@ -397,7 +369,7 @@ impl Interposition {
     ///
     /// # Safety
     /// `name` is null or a terminated string.
-    pub(crate) unsafe fn answer(
+    pub unsafe fn answer(
         &'static self,
         handle: Pointer,
         name: *const c_char,
@@ -411,6 +383,6 @@ impl Interposition {
         if !self.is_for_us(handle, name) {
             return Decision::LOADER;
         }
-        self.decide(self.binding(), handle, name, caller)
+        self.decide(handle, name, caller)
     }
 }

@@ -4,13 +4,11 @@
 //! (glibc, `do_sym` in `elf/dl-sym.c`) follows from its public list: a library is looked for behind its caller, among what was loaded
 //! with the program, or else among what the library depends on that brought the caller in, breadth first.
 
-#![expect(unsafe_code, reason = "asks the loader which libraries there are")]
-
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::{CStr, CString, c_int, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::{CStr, CString};
+use std::ops::ControlFlow;
 
-use super::object::Object;
+use super::object::{self, Object};
 
 /// The libraries that are looked through behind a caller.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,15 +32,12 @@ pub(crate) fn around(caller: usize) -> Vec<CString> {
 
 /// The loader's list.
 fn loaded_for(caller: usize) -> Vec<Loaded> {
-    let mut list = List { caller, loaded: Vec::new() };
-    // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
-    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut list).cast()) };
-    list.loaded
-}
-
-struct List {
-    caller: usize,
-    loaded: Vec<Loaded>,
+    let mut list = Vec::new();
+    object::each(&mut |_, object| {
+        list.push(object.map(|object| loaded(&object, caller)).unwrap_or_default());
+        ControlFlow::Continue(())
+    });
+    list
 }
 
 /// A library of the loader's list.
@@ -52,24 +47,6 @@ struct Loaded {
     soname: Option<CString>,
     needed: Vec<CString>,
     holds_caller: bool,
-}
-
-unsafe extern "C" fn visit(
-    info: *mut libc::dl_phdr_info,
-    _size: usize,
-    data: *mut c_void,
-) -> c_int {
-    let list: *mut List = data.cast();
-    // SAFETY: `behind` passes its own, which nobody else uses meanwhile.
-    let list = unsafe { &mut *list };
-    // SAFETY: the loader passes a valid structure for the time of the call.
-    let info = unsafe { &*info };
-    // SAFETY: this is the callback, and the object is dropped before it returns.
-    let object = unsafe { Object::of_loader(info) };
-    let caller = list.caller;
-    let read = catch_unwind(AssertUnwindSafe(|| object.map(|object| loaded(&object, caller))));
-    list.loaded.push(read.ok().flatten().unwrap_or_default());
-    0
 }
 
 fn loaded(object: &Object<'_>, caller: usize) -> Loaded {

@@ -6,19 +6,18 @@
 //! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
 //! library's initialiser. Two threads may then find the same copy simultaneously, and one finds it again.
 
-#![expect(unsafe_code, reason = "asks the dynamic loader which library calls, and which it calls")]
-
 use std::ffi::{CStr, c_void};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::{AddressOf, Binding, loader};
+use super::loader::{self, AddressOf, Binding};
 
 /// The most copies of one library that are told apart.
 const COPIES_MAX: usize = 8;
 
 /// The destination of a function's calls.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Treatment {
+pub enum Treatment {
     /// They go to this function of ours.
     Replace(AddressOf),
     /// They go to the library's own function, and the process's owner is told that there are some.
@@ -27,45 +26,45 @@ pub(crate) enum Treatment {
 
 /// A function that we stand in for.
 #[derive(Debug)]
-pub(crate) struct Row {
+pub struct Row {
     /// The function's name.
-    pub(crate) name: &'static CStr,
-    pub(crate) verdict: Treatment,
+    pub name: &'static CStr,
+    /// The destination of its calls.
+    pub verdict: Treatment,
     /// Our export of that name.
-    pub(crate) exported: AddressOf,
+    pub exported: AddressOf,
 }
 
 /// The marks by which a library is known, and the functions of it that we stand in for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Description {
+pub struct Description {
     /// The beginning of its functions' names.
-    pub(crate) prefix: &'static str,
+    pub prefix: &'static str,
     /// A name that we do not export, and every copy has.
-    pub(crate) landmark: &'static CStr,
+    pub landmark: &'static CStr,
     /// The file name under which it is distributed. What comes before the first dot is how its files' names
     /// begin.
-    pub(crate) file: &'static CStr,
+    pub file: &'static CStr,
     /// The functions that we stand in for, by number.
-    pub(crate) table: &'static [Row],
+    pub table: &'static [Row],
     /// Told, once, of each copy that is found: its path, and whether it is the one that is watched.
-    pub(crate) found: fn(&CStr, bool),
+    pub found: fn(&CStr, bool),
     /// Told of a function of [`Treatment::Tell`] when code has called it.
-    pub(crate) called: fn(&CStr),
+    pub called: fn(&CStr),
 }
 
 /// A library, and what is known of its copies in this process. Lives as long as the process; shared by all
 /// threads.
 #[derive(Debug)]
-pub(crate) struct Library {
+pub struct Library {
     description: Description,
-    copies: [AtomicPtr<Loaded>; COPIES_MAX],
-    is_attached: AtomicBool,
+    copies: [OnceLock<Loaded>; COPIES_MAX],
     sites: Sites,
 }
 
 /// One copy of a library. Never unloaded: it is opened once more when it is found.
 #[derive(Debug)]
-pub(crate) struct Loaded {
+pub struct Loaded {
     number: usize,
     /// The address at which the file is mapped.
     base: usize,
@@ -99,12 +98,12 @@ impl Scope {
 
 impl Loaded {
     /// True for the one that we watch.
-    pub(crate) fn is_watched(&self) -> bool {
+    pub fn is_watched(&self) -> bool {
         self.number == 0
     }
 
     /// Its own function of this number.
-    pub(crate) fn function(&self, number: usize) -> Option<usize> {
+    pub fn function(&self, number: usize) -> Option<usize> {
         let known = self.functions.get(number)?;
         match known.load(Ordering::Relaxed) {
             UNKNOWN => {
@@ -118,29 +117,24 @@ impl Loaded {
     }
 
     /// Its own function of another name.
-    pub(crate) fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
+    pub fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
         self.scope.find(name).map(std::ptr::with_exposed_provenance_mut)
     }
 }
 
 impl Library {
     /// A library of which no copy is known yet.
-    pub(crate) const fn new(description: Description) -> Self {
-        Self {
-            description,
-            copies: [const { AtomicPtr::new(std::ptr::null_mut()) }; COPIES_MAX],
-            is_attached: AtomicBool::new(false),
-            sites: Sites::new(),
-        }
+    pub const fn new(description: Description) -> Self {
+        Self { description, copies: [const { OnceLock::new() }; COPIES_MAX], sites: Sites::new() }
     }
 
     /// The functions that we stand in for, by number.
-    pub(crate) fn rows(&self) -> &'static [Row] {
+    pub fn rows(&self) -> &'static [Row] {
         self.description.table
     }
 
     /// Returns the beginning of its functions' names.
-    pub(super) const fn prefix(&self) -> &'static str {
+    pub(super) fn prefix(&self) -> &'static str {
         self.description.prefix
     }
 
@@ -152,28 +146,17 @@ impl Library {
         self.rows().iter().position(|row| row.name == name)
     }
 
-    /// From now on this process's libraries are bound to us by an attach.
-    pub(super) fn bind_by_attach(&self) {
-        self.is_attached.store(true, Ordering::Release);
-    }
-
-    fn binding(&self) -> Binding {
-        if self.is_attached.load(Ordering::Acquire) { Binding::ByAttach } else { Binding::ByLoader }
-    }
-
-    fn copy(&self, number: usize) -> Option<&'static Loaded> {
-        let copy = self.copies.get(number)?.load(Ordering::Acquire);
-        // SAFETY: a non-null value was leaked from a box in `copy_at` and is never freed.
-        unsafe { copy.as_ref() }
+    fn copy(&self, number: usize) -> Option<&Loaded> {
+        self.copies.get(number)?.get()
     }
 
     /// The copy that we watch, once one has been seen.
-    pub(crate) fn watched(&self) -> Option<&'static Loaded> {
+    pub fn watched(&self) -> Option<&Loaded> {
         self.copy(0)
     }
 
     /// The copy whose landmark is at `landmark`; names of it are looked up in `scope`.
-    fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&'static Loaded> {
+    fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&Loaded> {
         let (base, path) = loader::image_of(landmark)?;
         for (number, place) in self.copies.iter().enumerate() {
             if let Some(copy) = self.copy(number) {
@@ -190,15 +173,10 @@ impl Library {
             let _kept = loader::open_loaded(&path);
             let table = self.rows();
             let functions = table.iter().map(|_| AtomicUsize::new(UNKNOWN)).collect();
-            let fresh = Loaded { number, base, scope, table, functions };
-            let fresh = Box::into_raw(Box::new(fresh));
-            let (null, order) = (std::ptr::null_mut(), Ordering::AcqRel);
-            if place.compare_exchange(null, fresh, order, Ordering::Acquire).is_ok() {
+            if place.set(Loaded { number, base, scope, table, functions }).is_ok() {
                 (self.description.found)(&path, number == 0);
                 return self.copy(number);
             }
-            // SAFETY: the exchange failed, so nobody else has seen this box.
-            drop(unsafe { Box::from_raw(fresh) });
             // Another thread has put one here: perhaps this one.
             if let Some(copy) = self.copy(number).filter(|copy| copy.base == base) {
                 return Some(copy);
@@ -208,8 +186,8 @@ impl Library {
     }
 
     /// The copy that a program finds without naming a library.
-    pub(super) fn behind_us(&self) -> Option<&'static Loaded> {
-        match self.binding() {
+    pub(super) fn behind_us(&self) -> Option<&Loaded> {
+        match Binding::of_process() {
             // We came after the others then, so that nothing is behind us. The landmark is not ours.
             Binding::ByAttach => self.of_handle(loader::program()?),
             Binding::ByLoader => {
@@ -219,15 +197,18 @@ impl Library {
     }
 
     /// The copy that `handle`, which must be an explicit one, leads to.
-    pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&'static Loaded> {
+    pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&Loaded> {
         let scope = Scope::Handle(handle.expose_provenance());
         self.copy_at(scope.find(self.description.landmark)?, scope)
     }
 
     /// The copy that the library which holds `address` depends on, or is.
-    pub(super) fn of_dependencies(&self, address: usize) -> Option<&'static Loaded> {
-        let (_, path) = loader::image_of(address)?;
-        let handle = loader::open_loaded(&path)?;
+    pub(super) fn of_dependencies(&self, address: usize) -> Option<&Loaded> {
+        self.of_file(&loader::image_of(address)?.1)
+    }
+
+    fn of_file(&self, path: &CStr) -> Option<&Loaded> {
+        let handle = loader::open_loaded(path)?;
         let found = self.of_handle(handle);
         loader::close(handle);
         found
@@ -235,7 +216,7 @@ impl Library {
 
     /// The copy that a call from code at `caller` is for, and whether that copy itself makes it. As the loader
     /// would have bound the caller without us: the program's order first, then the caller's own dependencies.
-    fn of_caller(&self, caller: usize) -> Option<(&'static Loaded, bool)> {
+    fn of_caller(&self, caller: usize) -> Option<(&Loaded, bool)> {
         if let Some(site) = self.sites.find(caller) {
             return self.copy(site.number()).map(|copy| (copy, site.is_own()));
         }
@@ -247,14 +228,8 @@ impl Library {
     }
 
     /// For callers that depend on no copy themselves: the watched copy, or the one that is loaded under the library's file name.
-    pub(crate) fn anywhere(&self) -> Option<&'static Loaded> {
-        if let Some(copy) = self.watched() {
-            return Some(copy);
-        }
-        let handle = loader::open_loaded(self.description.file)?;
-        let found = self.of_handle(handle);
-        loader::close(handle);
-        found
+    pub fn anywhere(&self) -> Option<&Loaded> {
+        self.watched().or_else(|| self.of_file(self.description.file))
     }
 
     /// True when the caller is the copy's own code. That of a program or framework that it is linked into is not.
@@ -274,7 +249,7 @@ impl Library {
 
     /// The function that a call of function `number` from code at `caller` goes to; `None` where there is no copy, or
     /// it lacks the function: it must not seem to be there.
-    pub(crate) fn target(&self, number: usize, caller: usize) -> Option<usize> {
+    pub fn target(&self, number: usize, caller: usize) -> Option<usize> {
         let (copy, is_own) = self.of_caller(caller)?;
         let own = copy.function(number)?;
         if !copy.is_watched() || is_own {
@@ -372,6 +347,7 @@ impl Sites {
 /// `$library` is the [`Library`] that is made from the table; `$ours` the module of the functions that replace
 /// its own, under their names; `$missing` a function that is called where no copy has the one that was called.
 /// No function may take a vector register.
+#[macro_export]
 macro_rules! interpose_library {
     (
         $library:ident; missing = $missing:path;
@@ -390,17 +366,17 @@ macro_rules! interpose_library {
         pub(crate) enum Function { $($replaced,)* $($told,)* }
 
         /// The table.
-        const TABLE: &[$crate::interpose::library::Row] = &[
-            $($crate::interpose::library::Row {
-                name: $crate::interpose::driver::c_name!($replaced),
-                verdict: $crate::interpose::library::Treatment::Replace(
+        const TABLE: &[$crate::library::Row] = &[
+            $($crate::library::Row {
+                name: $crate::c_name!($replaced),
+                verdict: $crate::library::Treatment::Replace(
                     || ($ours::$replaced as *const ()).expose_provenance(),
                 ),
                 exported: || (exports::$replaced as *const ()).expose_provenance(),
             },)*
-            $($crate::interpose::library::Row {
-                name: $crate::interpose::driver::c_name!($told),
-                verdict: $crate::interpose::library::Treatment::Tell,
+            $($crate::library::Row {
+                name: $crate::c_name!($told),
+                verdict: $crate::library::Treatment::Tell,
                 exported: || (exports::$told as *const ()).expose_provenance(),
             },)*
         ];
@@ -415,14 +391,15 @@ macro_rules! interpose_library {
                 super::$library.target(number, caller).unwrap_or_else(missing)
             }
 
-            $($crate::interpose::library::exported!($replaced);)*
-            $($crate::interpose::library::exported!($told);)*
+            $($crate::exported!($replaced);)*
+            $($crate::exported!($told);)*
         }
     };
 }
 
 /// A function that any caller's arguments pass through: it keeps their registers, asks where the call goes,
 /// and jumps there.
+#[macro_export]
 macro_rules! exported {
     ($symbol:ident) => {
         /// Goes to the function that replaces it, or to the caller's own copy of the library.
@@ -460,18 +437,17 @@ macro_rules! exported {
 
 /// Calls the watched copy's own function, which the function of this name in scope stands in for; its answer, or none if no copy has
 /// it. It is one of the table that the module of the caller has as `Function`.
+#[macro_export]
 macro_rules! call_own {
     ($library:ident, $symbol:ident ( $($value:expr),* $(,)? )) => {{
         let found = $library.watched().and_then(|copy| copy.function(Function::$symbol as usize));
         found.map(|address| {
-            let ours: unsafe extern "C" fn($($crate::interpose::any!($value)),*) -> _ = $symbol;
+            let ours: unsafe extern "C" fn($($crate::any!($value)),*) -> _ = $symbol;
             let address = std::ptr::with_exposed_provenance_mut(address);
             // SAFETY: the address is the library's function of this name, whose signature ours has.
-            let own = unsafe { $crate::interpose::alike(ours, address) };
+            let own = unsafe { $crate::alike(ours, address) };
             // SAFETY: the arguments are the caller's own.
             unsafe { own($($value),*) }
         })
     }};
 }
-
-pub(crate) use {call_own, exported, interpose_library};

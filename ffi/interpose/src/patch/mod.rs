@@ -2,46 +2,46 @@
 //! memory of each.
 //!
 //! 1. A library's import slots ([`slots`], found by [`object`]) of functions that we stand in for lead to us.
-//! 2. Addresses of such functions of the driver's that it keeps in its own data are exchanged ([`kept_addresses`]).
+//! 2. Addresses of such functions of the provider's that it keeps in its own data are exchanged ([`kept_addresses`]).
 //! 3. Weak references to us are null where nobody else has the function ([`weak`]).
 //! 4. Libraries that are loaded later are looked at in the next call of our `dlsym`: a program that opens a library asks it
-//!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol.
+//!    for a symbol next. At a pause all are looked at again, also those in which nobody looked up a symbol, unless the loader's
+//!    list and all slots are as the last walk left them.
 //!
 //! In a process that the loader bound to us all this is for libraries that have an order of their own
-//! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the driver come before us. All others lead to us already.
-//! Libraries in another namespace (`dlmopen`) are in no list; [`namespaces`] says whether the driver is in one.
+//! (`RTLD_DEEPBIND`), in which the C library's `dlsym` and the provider come before us. All others lead to us already.
+//! Libraries in another namespace (`dlmopen`) are in no list; [`namespaces`] says whether the provider is in one.
 //!
 //! All is done inside one callback of `dl_iterate_phdr`. glibc holds the lock of its list of libraries
 //! meanwhile (`dl_load_write_lock`): it adds none and unmaps none, so that what is read and written here is
 //! mapped. The lock of [`Known`] is taken inside that callback, and its holder waits for no lock of the
 //! loader's; nothing in here may call the loader, which takes its other lock first.
 
-#![expect(unsafe_code, reason = "asks the loader which libraries there are")]
-
 mod kept_addresses;
 mod namespaces;
 mod object;
-pub(crate) mod order;
+pub(super) mod order;
 mod protections;
 mod slots;
+#[cfg(test)]
+mod tests;
 pub(super) mod weak;
 
 use std::cell::{Cell, OnceCell};
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_int, c_void};
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ffi::{CStr, CString};
+use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
 use namespaces::Elsewhere;
-use object::{Object, Place};
+use object::{Loads, Object, Place};
 use protections::Protections;
 use slots::Settled;
-use vmm_pool::sync::lock;
+use sublet_sync::sync::lock;
 
-use super::Binding;
-use super::driver::Driver;
+use super::loader::{Binding, is_file_of};
+use super::provider::Provider;
 
 /// The most looks at slots that the loader is not done with.
 const TRIES_MAX: u8 = 32;
@@ -58,19 +58,19 @@ struct Identity {
 
 /// The memory that walks have of a library.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Entry {
+pub struct Entry {
     /// Its imports of functions that we stand in for.
     places: Vec<Place>,
     /// The number of these imports that lead to us.
-    pub(crate) slots: usize,
+    pub slots: usize,
     /// The number of addresses that it kept and that were exchanged.
-    pub(crate) exchanged: usize,
+    pub exchanged: usize,
     /// Why something about it could not be done.
-    pub(crate) problem: Option<String>,
+    pub problem: Option<String>,
     /// True when its data has been looked through.
     is_searched: bool,
     /// True when some import of it led past us.
-    pub(crate) was_turned: bool,
+    pub was_turned: bool,
     /// True when that was found at a pause only.
     ran_past_us: bool,
     /// The walk at which an import of a function led past us that looks names up.
@@ -92,6 +92,28 @@ impl Entry {
 struct Known {
     entries: HashMap<Identity, Entry>,
     walks: u64,
+    last: Findings,
+}
+
+/// The findings of a walk, by which a pause knows whether another walk would find anything else.
+#[derive(Debug, Default)]
+struct Findings {
+    loads: Loads,
+    /// The addresses that the provider lies at.
+    providers: Vec<Range<usize>>,
+    /// The slots of all imports of functions that we stand in for, and what they hold since.
+    slots: Vec<(usize, usize)>,
+    /// The number of things that were left to do.
+    left: usize,
+}
+
+impl Findings {
+    /// Would another walk write nothing? What a walk does follows from the loader's list, from tables that nobody writes to, and
+    /// from what the slots hold: others may have written there. Asked in a callback of the loader's.
+    fn hold(&self, loads: Loads) -> bool {
+        let mut slots = self.slots.iter();
+        self.loads == loads && self.left == 0 && slots.all(|slot| slots::holds(slot.0, slot.1))
+    }
 }
 
 /// The state of a process's walks. The head of this module says in which order it is locked.
@@ -103,7 +125,7 @@ pub(super) struct Patches {
     loads: AtomicU64,
     /// Some slot was not ready at the last walk.
     unsettled: AtomicBool,
-    /// The driver in other namespaces.
+    /// The provider in other namespaces.
     elsewhere: Elsewhere,
 }
 
@@ -160,85 +182,79 @@ impl Patches {
     }
 
     /// Our function for imports of `name`.
-    #[cfg(test)]
     pub(super) fn import(&self, name: &CStr) -> Option<usize> {
         Some(self.ours.get()?.of(name)?.address)
     }
 
-    /// Walks over all libraries of a process bound by `binding`. Does nothing before [`prepare`](Self::prepare).
-    pub(super) fn walk(&'static self, driver: &'static Driver, binding: Binding, purpose: Purpose) {
-        if self.walk_once(driver, binding, purpose) == Met::Unknown && driver.exchange().is_some() {
-            // The library whose initialiser brought the driver in may keep functions of it already.
-            self.walk_once(driver, binding, Purpose::Patch);
+    /// Walks over all libraries of the process. Does nothing before [`prepare`](Self::prepare).
+    pub(super) fn walk(&'static self, provider: &'static Provider, purpose: Purpose) {
+        if self.walk_once(provider, purpose) && provider.exchange().is_some() {
+            // The library whose initialiser brought the provider in may keep functions of it already.
+            self.walk_once(provider, Purpose::Patch);
         }
     }
 
-    /// The file of a driver whose callers no walk sees, found at the last walk of [`Purpose::Pause`].
-    pub(super) fn driver_elsewhere(&self) -> Option<String> {
+    /// The file of a provider whose callers no walk sees, found at the last walk of [`Purpose::Pause`].
+    pub(super) fn provider_elsewhere(&self) -> Option<String> {
         self.elsewhere.found()
     }
 
-    fn walk_once(
-        &'static self,
-        driver: &'static Driver,
-        binding: Binding,
-        purpose: Purpose,
-    ) -> Met {
+    /// True when the walk met the provider, which has not been asked yet which of its functions are exchanged.
+    fn walk_once(&'static self, provider: &'static Provider, purpose: Purpose) -> bool {
         let Some(ours) = self.ours.get() else {
-            return Met::Known;
+            return false;
         };
         let nested = WALKING.try_with(|walking| walking.replace(true)).unwrap_or(true);
         if nested {
-            return Met::Known;
+            return false;
         }
         let mut walk = Walk {
-            driver,
+            provider,
             patches: self,
             ours,
-            binding,
             purpose,
             known: None,
             protections: OnceCell::new(),
             unsettled: false,
-            wants_driver: false,
-            drivers: Vec::new(),
-            loads: (0, 0),
+            wants_provider: false,
+            is_done: false,
+            found: Findings::default(),
         };
-        // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
-        unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
+        object::each(&mut |loads, object| walk.visit(loads, object));
         let _cleared = WALKING.try_with(|walking| walking.set(false));
         let Some(mut known) = walk.known.take() else {
-            return Met::Known;
+            return false;
         };
-        // Libraries that were not met have been unloaded.
-        let (walks, met_driver) = (known.walks, !walk.drivers.is_empty());
-        known.entries.retain(|_, entry| {
-            entry.is_searched |= !met_driver;
-            entry.walk == walks
-        });
+        let mut is_unknown = false;
+        if !walk.is_done {
+            // Libraries that were not met have been unloaded.
+            let (walks, is_met) = (known.walks, !walk.found.providers.is_empty());
+            known.entries.retain(|_, entry| {
+                entry.is_searched |= !is_met;
+                entry.walk == walks
+            });
+            known.last = walk.found;
+            is_unknown = is_met && walk.wants_provider && provider.known_exchange().is_none();
+            self.unsettled.store(walk.unsettled, Ordering::Release);
+        }
+        let (loads, providers) = (known.last.loads, known.last.providers.clone());
         drop(known);
         if purpose == Purpose::Pause {
-            self.elsewhere.look(walk.loads, &walk.drivers);
+            self.elsewhere.look(provider, loads, &providers);
         }
-        let unknown = walk.wants_driver && driver.known_exchange().is_none();
-        self.unsettled.store(walk.unsettled, Ordering::Release);
-        match (met_driver, unknown) {
-            (false, _) => Met::Absent,
-            (true, true) => Met::Unknown,
-            (true, false) => Met::Known,
-        }
+        is_unknown
     }
 
     /// Is a library loaded whose file's name begins so, as of the last walk?
     pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
-        lock(&self.known).entries.keys().any(|identity| is_file(&identity.name, file))
+        lock(&self.known).entries.keys().any(|identity| is_file_of(identity.name.to_bytes(), file))
     }
 
     /// The library that may have looked up functions of the one whose file's name begins with `file`: a function by which
     /// it does that led past us when the other was loaded already.
-    pub(super) fn looked_up_past_us(&self, file: &str) -> Option<String> {
+    pub(super) fn looked_up_past_us(&self, file: &[u8]) -> Option<String> {
         let known = lock(&self.known);
-        let others = |identity: &Identity| is_file(&identity.name, file.as_bytes());
+        let others = |identity: &Identity| is_file_of(identity.name.to_bytes(), file);
         let first_seen =
             |(identity, entry): (&Identity, &Entry)| others(identity).then_some(entry.first_walk);
         let since = known.entries.iter().find_map(first_seen)?;
@@ -268,83 +284,67 @@ thread_local! {
 
 /// The work of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub enum Purpose {
     /// Looks at everything and writes.
     Patch,
     /// As `Patch`, unless nothing was loaded since the last walk.
     PatchWhatIsNew,
-    /// As `Patch`, before a pause: a library that nobody has looked at before may have called past us all the time.
+    /// As `Patch`, unless nothing is left to find, before a pause: a library that nobody has looked at before may have called
+    /// past us all the time.
     Pause,
 }
 
 /// One walk under way.
 struct Walk {
-    driver: &'static Driver,
+    provider: &'static Provider,
     patches: &'static Patches,
     ours: &'static Names,
-    binding: Binding,
     purpose: Purpose,
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
-    /// Some library may keep functions of the driver's.
-    wants_driver: bool,
-    /// The addresses that the driver lies at.
-    drivers: Vec<Range<usize>>,
-    /// The number of libraries that were ever loaded, and the number that were unloaded.
-    loads: (u64, u64),
-}
-
-/// Whether a walk met the driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Met {
-    /// It is not in the process, so that no library keeps a function of it.
-    Absent,
-    /// It is there, and it is known which of its functions are exchanged.
-    Known,
-    /// It is there, and has not been asked yet.
-    Unknown,
-}
-
-unsafe extern "C" fn visit(
-    info: *mut libc::dl_phdr_info,
-    _size: usize,
-    data: *mut c_void,
-) -> c_int {
-    let walk: *mut Walk = data.cast();
-    // SAFETY: `walk` passes its own, which nobody else uses meanwhile.
-    let walk = unsafe { &mut *walk };
-    // SAFETY: the loader passes a valid structure for the time of the call.
-    let info = unsafe { &*info };
-    if walk.known.is_none() {
-        let patches = walk.patches;
-        if walk.purpose == Purpose::PatchWhatIsNew
-            && info.dlpi_adds == patches.loads.load(Ordering::Acquire)
-            && !patches.unsettled.load(Ordering::Acquire)
-        {
-            return 1;
-        }
-        let mut known = lock(&patches.known);
-        known.walks += 1;
-        walk.known = Some(known);
-        walk.loads = (info.dlpi_adds, info.dlpi_subs);
-        patches.loads.store(info.dlpi_adds, Ordering::Release);
-    }
-    // SAFETY: this is the callback, and the object is dropped before it returns.
-    let object = unsafe { Object::of_loader(info) };
-    let looked = object.map(|object| catch_unwind(AssertUnwindSafe(|| walk.look_at(&object))));
-    if matches!(looked, Some(Err(_))) {
-        tracing::error!("a library could not be looked at; please report this");
-    }
-    0
+    /// Some library may keep functions of the provider's.
+    wants_provider: bool,
+    /// There was nothing to do.
+    is_done: bool,
+    found: Findings,
 }
 
 impl Walk {
-    fn look_at(&mut self, object: &Object<'_>) {
-        if is_file(object.name, DRIVER_FILE) {
-            self.drivers.extend(object.span());
+    fn visit(&mut self, loads: Loads, object: Option<Object<'_>>) -> ControlFlow<()> {
+        if self.known.is_none() {
+            let patches = self.patches;
+            if self.purpose == Purpose::PatchWhatIsNew
+                && loads.0 == patches.loads.load(Ordering::Acquire)
+                && !patches.unsettled.load(Ordering::Acquire)
+            {
+                return ControlFlow::Break(());
+            }
+            let known = self.known.insert(lock(&patches.known));
+            self.is_done = self.purpose == Purpose::Pause && known.last.hold(loads);
+            if self.is_done {
+                return ControlFlow::Break(());
+            }
+            known.walks += 1;
+            self.found.loads = loads;
+            patches.loads.store(loads.0, Ordering::Release);
         }
-        if object.contains((visit as *const ()).addr()) || is_left_out(object.name) {
+        if let Some(object) = object {
+            // Until it has been looked at to the end.
+            self.found.left += 1;
+            self.look_at(&object);
+            self.found.left -= 1;
+        }
+        ControlFlow::Continue(())
+    }
+
+    fn look_at(&mut self, object: &Object<'_>) {
+        if self.provider.is_own(object.name.to_bytes()) {
+            self.found.providers.extend(object.span());
+        }
+        if object.contains((object::each as *const ()).addr())
+            || self.provider.is_left_out(object.name.to_bytes())
+        {
             return;
         }
         let Some(known) = self.known.as_mut() else {
@@ -373,21 +373,19 @@ impl Walk {
         for (import, ours) in entry.places.iter().filter_map(|&place| named(place)) {
             // Read only where there is something to write, once a walk.
             let protections = || self.protections.get_or_init(Protections::read);
-            match slots::settle(object, &import, ours.address, protections) {
-                Settled::Ours => entry.slots += 1,
-                Settled::Turned if ours.is_exported => {
-                    entry.slots += 1;
-                    turned = true;
-                }
-                Settled::Turned => {
-                    entry.slots += 1;
-                    looked = true;
-                }
-                Settled::Absent => {}
+            let settled = slots::settle(object, &import, ours.address, protections);
+            let holds = if settled == Settled::Absent { 0 } else { ours.address };
+            self.found.slots.push((import.slot, holds));
+            entry.slots += usize::from(matches!(settled, Settled::Ours | Settled::Turned));
+            match settled {
+                Settled::Ours | Settled::Absent => {}
+                Settled::Turned if ours.is_exported => turned = true,
+                Settled::Turned => looked = true,
                 Settled::NotYet => is_ready = false,
                 Settled::Refused(why) => entry.problem = Some(why),
             }
         }
+        self.found.left += usize::from(!is_ready || entry.problem.is_some());
         if !is_ready {
             entry.tries = entry.tries.saturating_add(1);
             if entry.tries < TRIES_MAX {
@@ -405,18 +403,19 @@ impl Walk {
             entry.was_turned = true;
             entry.ran_past_us |= self.purpose == Purpose::Pause;
         }
-        let may_keep = self.binding == Binding::ByAttach || entry.was_turned;
+        let may_keep = Binding::of_process() == Binding::ByAttach || entry.was_turned;
         if !may_keep || entry.is_searched || !is_ready {
             return;
         }
-        let Some(exchange) = self.driver.known_exchange() else {
-            self.wants_driver = true;
+        let Some(exchange) = self.provider.known_exchange() else {
+            self.wants_provider = true;
+            self.found.left += 1;
             return;
         };
         let protections = self.protections.get_or_init(Protections::read);
         entry.exchanged += kept_addresses::exchange(object, exchange, protections);
         entry.is_searched = true;
-        if self.binding == Binding::ByLoader && entry.ran_past_us && entry.exchanged == 0 {
+        if Binding::of_process() == Binding::ByLoader && entry.ran_past_us && entry.exchanged == 0 {
             entry.problem = Some(OPENED_PAST_US.to_owned());
         }
     }
@@ -425,28 +424,3 @@ impl Walk {
 /// The problem of a library that was first seen at a pause, and led past us.
 const OPENED_PAST_US: &str = "it was opened with RTLD_DEEPBIND, and may have taken the driver's functions past libsublet.so: \
      open it without that flag";
-
-/// The driver itself, with the files that it brings along, and the loader: their own calls are not ours to see.
-fn is_left_out(name: &CStr) -> bool {
-    is_original(name.to_bytes())
-}
-
-/// Is the file at `path` the driver, one that it brings along, the loader or the C library?
-pub(super) fn is_original(path: &[u8]) -> bool {
-    const BEGINNINGS: [&[u8]; 6] =
-        [DRIVER_FILE, b"libnvidia-", b"ld-linux", b"libc.so", b"libdl.so", b"linux-vdso"];
-    BEGINNINGS.iter().any(|file| is_file_of(path, file))
-}
-
-/// The beginning of the driver's file name.
-const DRIVER_FILE: &[u8] = b"libcuda.so";
-
-fn is_file(name: &CStr, begin: &[u8]) -> bool {
-    is_file_of(name.to_bytes(), begin)
-}
-
-/// Does the name of the file at `path` begin so?
-fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
-    let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
-    file.starts_with(begin)
-}

@@ -10,11 +10,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use super::driver::Driver;
-use super::library::{Description, Library, interpose_library};
+use super::library::{Description, Library};
 use super::lookup::Decision;
 use super::patch::Purpose;
-use super::{Binding, Interposition, Pointer, loader};
+use super::provider::{Provider, Resident};
+use super::{Interposition, Pointer, loader};
 
 /// The library of the test: `sublettest_version` is its landmark, and tells copies apart.
 const LIBRARY: &str = "
@@ -41,7 +41,13 @@ static MADE_UP: Library = Library::new(Description {
     called: |name| CALLED.with_borrow_mut(|called| called.push(name.to_owned())),
 });
 
-static INTERPOSED: Interposition = Interposition::new(Driver::new(&[]), &[&MADE_UP], &[]);
+static NOWHERE: Resident = Resident::new(c"libsubletnone.so.1");
+
+static INTERPOSED: Interposition = Interposition::new(
+    Provider::new(&NOWHERE, "subletnone_", &[], &[], |_| Vec::new()),
+    &[&MADE_UP],
+    &[],
+);
 
 thread_local! {
     static FOUND: RefCell<Vec<bool>> = const { RefCell::new(Vec::new()) };
@@ -68,7 +74,7 @@ extern "C" fn nobody(_value: c_int) -> c_int {
     -2
 }
 
-interpose_library! {
+crate::interpose_library! {
     MADE_UP; missing = super::nobody;
     replaced in ours {
         sublettest_work;
@@ -78,7 +84,7 @@ interpose_library! {
     }
 }
 
-fn call(address: usize, value: c_int) -> c_int {
+pub(crate) fn call(address: usize, value: c_int) -> c_int {
     let function = std::ptr::with_exposed_provenance::<()>(address);
     // SAFETY: the test asks for functions of this signature only.
     let function =
@@ -88,10 +94,10 @@ fn call(address: usize, value: c_int) -> c_int {
 
 /// A copy, or a library that uses one, which is asked by name, past our own functions.
 #[derive(Clone, Copy, Debug)]
-struct Opened(Pointer);
+pub(crate) struct Opened(Pointer);
 
 impl Opened {
-    fn new(path: &Path) -> Self {
+    pub(crate) fn new(path: &Path) -> Self {
         let path = CString::new(path.as_os_str().as_bytes()).expect("a path");
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
         // SAFETY: the path is terminated, and the library's initialisers are the C compiler's.
@@ -100,13 +106,13 @@ impl Opened {
         Self(handle)
     }
 
-    fn call(self, name: &CStr, value: c_int) -> c_int {
+    pub(crate) fn call(self, name: &CStr, value: c_int) -> c_int {
         let found = loader::dlsym(self.0, name).expect("its function");
         call(found.as_ptr().expose_provenance(), value)
     }
 }
 
-fn compile(dir: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
+pub(crate) fn compile(dir: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
     let (text, made) = (dir.join(format!("{name}.c")), dir.join(name));
     fs::write(&text, source).expect("a file");
     let mut command = Command::new("cc");
@@ -133,9 +139,8 @@ fn further_library_is_found_replaced_and_patched_by_its_table_alone() {
     let [[first, first_user], [second, second_user]] =
         [1000, 2000].map(|which| built(dir.path(), which));
     let (here, counted) = (built as *const (), || ours::COUNTED.load(Ordering::Relaxed));
-    let ask = |handle: Pointer, name: &CStr| {
-        INTERPOSED.decide(Binding::ByAttach, handle, name, here.expose_provenance())
-    };
+    let ask =
+        |handle: Pointer, name: &CStr| INTERPOSED.decide(handle, name, here.expose_provenance());
 
     // Bound by the loader, past us, until its slots are patched.
     let user = Opened::new(&first_user);

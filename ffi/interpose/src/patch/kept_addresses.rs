@@ -1,16 +1,15 @@
-//! The driver's functions that a library looked up before we came, and keeps in its own data.
+//! The provider's functions that a library looked up before we came, and keeps in its own data.
 //!
 //! A CUDA runtime, shared or linked into a library, asks for hundreds of the driver's functions at its first
 //! use and keeps their addresses in static data (`libcudart` 12.9 and 13.5: in `.bss`; NCCL and `PyTorch`
-//! likewise). A word of a library's data that equals the entry of a hooked function of the driver's is such
+//! likewise). A word of a library's data that equals the entry of a hooked function of the provider's is such
 //! an address, and is exchanged for ours. What is kept on the heap is not found.
 
 use std::sync::atomic::Ordering;
 
-use sublet_cuda_driver::lookup::Exchange;
-
 use super::object::Object;
 use super::protections::Protections;
+use crate::provider::Exchange;
 
 /// Exchanges what `object` keeps; returns how many addresses.
 pub(super) fn exchange(object: &Object<'_>, known: &Exchange, protections: &Protections) -> usize {
@@ -29,7 +28,7 @@ pub(super) fn exchange(object: &Object<'_>, known: &Exchange, protections: &Prot
             if !span.contains(&value) {
                 continue;
             }
-            if let Some(ours) = known.wrapper_of(value) {
+            if let Some(ours) = known.ours_for(value) {
                 let swapped =
                     word.compare_exchange(value, ours, Ordering::AcqRel, Ordering::Relaxed);
                 exchanged += usize::from(swapped.is_ok());

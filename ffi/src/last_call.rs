@@ -1,4 +1,4 @@
-//! The outcome of each thread's last call: its error, and its report.
+//! The outcome of each thread's last call of the C interface: its error, and its report.
 
 #![expect(unsafe_code, reason = "exports the C interface and writes into callers' buffers")]
 
@@ -10,8 +10,31 @@ use tenants::code::Code;
 use tenants::coordinator::Trouble;
 use tenants::error_text::chain;
 
-use super::{NOT_JOINED, OK, REFUSED};
+use crate::bindings;
 use crate::runtime::{self, Member};
+
+pub(crate) const OK: c_int = code(bindings::SUBLET_OK);
+pub(crate) const ARGUMENT: c_int = code(bindings::SUBLET_ERROR_ARGUMENT);
+pub(crate) const NOT_JOINED: c_int = code(bindings::SUBLET_ERROR_NOT_JOINED);
+pub(crate) const RETRY: c_int = code(bindings::SUBLET_ERROR_RETRY);
+pub(crate) const REFUSED: c_int = code(bindings::SUBLET_ERROR_REFUSED);
+pub(crate) const OUT_OF_DEVICE_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_DEVICE_MEMORY);
+pub(crate) const OUT_OF_HOST_MEMORY: c_int = code(bindings::SUBLET_ERROR_OUT_OF_HOST_MEMORY);
+
+/// Fails to compile when the numbers of [`Code`] and those of the header differ.
+const _: () = {
+    assert!(Code::Usage.number(false) == ARGUMENT);
+    assert!(Code::Busy.number(true) == RETRY && Code::Driver.number(false) == REFUSED);
+    assert!(Code::GpuFull.number(true) == OUT_OF_DEVICE_MEMORY);
+    assert!(Code::HostFull.number(true) == OUT_OF_HOST_MEMORY);
+    assert!(Code::Lost.number(false) == code(bindings::SUBLET_ERROR_LOST));
+};
+
+/// A constant of the header as the type that its functions return.
+const fn code(value: u32) -> c_int {
+    // CAST: the header's codes are small.
+    value.cast_signed()
+}
 
 /// The outcome of one thread's last call.
 #[derive(Debug, Default)]
@@ -82,7 +105,7 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
 }
 
 /// This process has no device memory under Sublet.
-pub(super) fn nobody() -> Trouble {
+pub(crate) fn nobody() -> Trouble {
     if runtime::is_forked() {
         return Trouble::NotJoined(
             "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
@@ -98,7 +121,7 @@ pub(super) fn nobody() -> Trouble {
 }
 
 /// The membership of this process in its tenant.
-pub(super) fn joined() -> Result<&'static Member, Trouble> {
+pub(crate) fn joined() -> Result<&'static Member, Trouble> {
     runtime::member().ok_or_else(nobody)
 }
 

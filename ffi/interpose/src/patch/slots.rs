@@ -69,6 +69,14 @@ pub(super) fn value(slot: &AtomicUsize) -> usize {
     slot.load(Ordering::Acquire)
 }
 
+/// Does the slot at `address` hold `held`? For a library that has not been unloaded since [`Object::word`] gave its address,
+/// in a callback of the loader's, which unloads none meanwhile.
+pub(super) fn holds(address: usize, held: usize) -> bool {
+    let slot = std::ptr::with_exposed_provenance::<AtomicUsize>(address);
+    // SAFETY: as above: the word is mapped and aligned.
+    value(unsafe { &*slot }) == held
+}
+
 /// Makes the slot at `address` null. For a library that the loader is done with and never unloads.
 pub(super) fn clear(address: usize, protections: &Protections) -> Result<(), String> {
     let rights = protections.at(address).ok_or("nothing is mapped there")?;

@@ -1,22 +1,23 @@
-//! A driver in a namespace of its own (`dlmopen`).
+//! A provider in a namespace of its own (`dlmopen`).
 //!
-//! The loader's list is that of its caller's namespace. Libraries in another have a C library, a `dlsym` and a driver of their
-//! own, which no slot of ours can reach; the driver's file is then mapped once more than the list says. That costs a
+//! The loader's list is that of its caller's namespace. Libraries in another have a C library, a `dlsym` and a provider of
+//! their own, which no slot of ours can reach; the provider's file is then mapped once more than the list says. That costs a
 //! look at all mappings, so it is taken when something was loaded or unloaded since the last.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
+use super::object::Loads;
 use super::protections;
+use crate::provider::Provider;
 
-/// The driver's code in other namespaces.
+/// The provider's code in other namespaces.
 #[derive(Debug)]
 pub(super) struct Elsewhere(Mutex<Look>);
 
 #[derive(Debug, Default)]
 struct Look {
-    /// The number of libraries that had ever been loaded, and the number that had been unloaded.
-    loads: (u64, u64),
+    loads: Loads,
     found: Option<String>,
 }
 
@@ -25,11 +26,12 @@ impl Elsewhere {
         Self(Mutex::new(Look { loads: (0, 0), found: None }))
     }
 
-    /// Looks again, unless `loads` are those of the last time. `here` is where the loader's list has the driver.
-    pub(super) fn look(&self, loads: (u64, u64), here: &[Range<usize>]) {
+    /// Looks again, unless `loads` are those of the last time. `here` is where the loader's list has the
+    /// provider.
+    pub(super) fn look(&self, provider: &Provider, loads: Loads, here: &[Range<usize>]) {
         let mut look = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if look.loads != loads {
-            *look = Look { loads, found: code_outside(&protections::read_maps(), here) };
+            *look = Look { loads, found: code_outside(provider, &protections::read_maps(), here) };
         }
     }
 
@@ -39,21 +41,25 @@ impl Elsewhere {
     }
 }
 
-/// The file of the first mapping of the driver's code in `maps` that is not in `here`.
-fn code_outside(maps: &[u8], here: &[Range<usize>]) -> Option<String> {
+/// The file of the first mapping of the provider's code in `maps` that is not in `here`.
+fn code_outside(provider: &Provider, maps: &[u8], here: &[Range<usize>]) -> Option<String> {
     let lines = maps.split(|&byte| byte == b'\n');
     lines.into_iter().find_map(|line| {
         let (range, rights) = protections::mapping_of(line)?;
         let path = &line[line.iter().position(|&byte| byte == b'/')?..];
-        let is_driver = rights.execute && super::is_file_of(path, super::DRIVER_FILE);
+        let is_code = rights.execute && provider.is_own(path);
         let is_here = here.iter().any(|known| known.contains(&range.start));
-        (is_driver && !is_here).then(|| String::from_utf8_lossy(path).into_owned())
+        (is_code && !is_here).then(|| String::from_utf8_lossy(path).into_owned())
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::provider::Resident;
+
+    static LIBRARY: Resident = Resident::new(c"libcuda.so.1");
+    static PROVIDER: Provider = Provider::new(&LIBRARY, "cu", &[], &[], |_| Vec::new());
 
     const MAPS: &[u8] = b"1000-2000 r--p 00000000 08:01 7 /lib/libcuda.so.1\n\
         2000-3000 r-xp 00001000 08:01 7 /lib/libcuda.so.1\n\
@@ -64,17 +70,17 @@ mod tests {
     #[test]
     fn code_of_a_driver_that_no_list_has_is_found() {
         let both = [0x1000..0x3000, 0x7000..0x9000];
-        assert_eq!(code_outside(MAPS, &both), None);
-        assert_eq!(code_outside(MAPS, &both[..1]).as_deref(), Some("/lib/libcuda.so.1"));
-        assert_eq!(code_outside(b"", &[]), None);
+        assert_eq!(code_outside(&PROVIDER, MAPS, &both), None);
+        assert_eq!(code_outside(&PROVIDER, MAPS, &both[..1]).as_deref(), Some("/lib/libcuda.so.1"));
+        assert_eq!(code_outside(&PROVIDER, b"", &[]), None);
     }
 
     #[test]
     fn the_mappings_are_looked_at_when_something_was_loaded() {
         let elsewhere = Elsewhere::new();
-        elsewhere.look((0, 0), &[]);
+        elsewhere.look(&PROVIDER, (0, 0), &[]);
         assert_eq!(elsewhere.found(), None, "no process has loaded nothing");
-        elsewhere.look((3, 0), &[]);
+        elsewhere.look(&PROVIDER, (3, 0), &[]);
         assert_eq!(elsewhere.found(), None, "no driver in this process");
     }
 }

@@ -7,9 +7,10 @@
 
 #![expect(unsafe_code, reason = "reads the images of loaded libraries")]
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_int, c_void};
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicUsize;
 
 use object::LittleEndian;
@@ -76,6 +77,42 @@ pub(super) struct Imports<'walk> {
     data: &'walk [Rela],
     symbols: usize,
     names: &'walk [u8],
+}
+
+/// The numbers of libraries that the loader has ever loaded, and ever unloaded.
+pub(super) type Loads = (u64, u64);
+
+/// Looks at each library of the loader's list, or at nothing where one is malformed, until it is told to end.
+type Look<'look> = &'look mut dyn FnMut(Loads, Option<Object<'_>>) -> ControlFlow<()>;
+
+/// Has `look` look at each library of the loader's list, whose lock is held meanwhile.
+pub(super) fn each(mut look: Look<'_>) {
+    // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
+    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut look).cast()) };
+}
+
+unsafe extern "C" fn visit(
+    info: *mut libc::dl_phdr_info,
+    _size: usize,
+    data: *mut c_void,
+) -> c_int {
+    let look: *mut Look<'_> = data.cast();
+    // SAFETY: `each` passes its own, which nobody else uses meanwhile.
+    let look = unsafe { &mut *look };
+    // SAFETY: the loader passes a valid structure for the time of the call.
+    let info = unsafe { &*info };
+    // SAFETY: this is the callback, and the object is dropped before it returns.
+    let object = unsafe { Object::of_loader(info) };
+    let loads = (info.dlpi_adds, info.dlpi_subs);
+    let looked = catch_unwind(AssertUnwindSafe(|| look(loads, object)));
+    c_int::from(
+        looked
+            .unwrap_or_else(|_| {
+                tracing::error!("a library could not be looked at; please report this");
+                ControlFlow::Continue(())
+            })
+            .is_break(),
+    )
 }
 
 impl<'walk> Object<'walk> {
