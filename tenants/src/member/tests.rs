@@ -1,6 +1,7 @@
 //! Members behind a pause by tag, a freeze and a panic.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
@@ -14,7 +15,7 @@ use crate::identity::TenantName;
 use crate::run_dir::RunDir;
 use crate::scope::{NCCL_TAG, Scope, TagNames};
 use crate::state::Event;
-use crate::wire::{MemberState, Phase};
+use crate::wire::{MemberState, Order, Phase, Reply};
 
 struct Alone {
     run_dir: RunDir,
@@ -24,10 +25,15 @@ struct Alone {
 }
 
 fn alone() -> Alone {
+    alone_with(|_| {})
+}
+
+fn alone_with(change: impl FnOnce(&mut MemberConfig)) -> Alone {
     let base = tempfile::tempdir().unwrap();
     let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
     let name = TenantName::new("train").unwrap();
-    let config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+    let mut config = MemberConfig::new(run_dir.clone(), name.clone(), "python train.py", "0.1.0");
+    change(&mut config);
     let node = SimNode::private(&[8 * GRANULARITY_BYTES]).unwrap();
     let driver = SimDriver::new(node, SimOptions::default());
     let member = Member::join(config, Arc::new(driver)).unwrap();
@@ -65,4 +71,48 @@ fn a_panic_leaves_a_frozen_process_frozen_unless_it_was_being_thawed() {
     }
     executor.fail_inside(Some(Phase::Thaw), "a deliberate panic");
     assert_eq!(member.lifecycle().state(), MemberState::Faulted);
+}
+
+/// The vetoes that were asked, and the one that refuses.
+static VETOES: Mutex<(Vec<&str>, &str)> = Mutex::new((Vec::new(), ""));
+
+fn veto(name: &'static str) -> Option<String> {
+    let mut vetoes = vmm_pool::sync::lock(&VETOES);
+    vetoes.0.push(name);
+    (vetoes.1 == name).then(|| format!("a reason of {name}"))
+}
+
+/// A look of the first finds what the next needs, and none of them may be asked once one has refused.
+#[test]
+fn features_keep_the_gate_open_in_one_order_and_only_those_that_the_pause_uses() {
+    const ORDER: [&str; 4] = ["unfreezable", "ungated", "unseen_pins", "unseen_nccl"];
+    let Alone { member, _base, .. } = alone_with(|config| {
+        config.unfreezable = || veto("unfreezable");
+        config.ungated = || veto("ungated");
+        config.unseen_pins = || veto("unseen_pins");
+        config.unseen_nccl = || veto("unseen_nccl");
+    });
+    let class = Class { library: "nccl", tag: NCCL_TAG.to_owned(), contents: Contents::Keep };
+    let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
+    member.pool().enter().create(GRANULARITY_BYTES, &prop, class).unwrap();
+    let asked = |refuses: &'static str, is_deep, scope| {
+        *vmm_pool::sync::lock(&VETOES) = (Vec::new(), refuses);
+        let mut executor = Executor::new(Arc::clone(&member), Progress::Taken);
+        let order = Order::CloseGate { scope, is_deep, stands: false };
+        let Reply::Failed(failure) = executor.run_phase(None, &order, Instant::now()) else {
+            panic!("a stream is captured, so the gate stays open");
+        };
+        (vmm_pool::sync::lock(&VETOES).0.clone(), failure.message)
+    };
+    let nccl = Scope::Tags { tags: TagNames::Named([NCCL_TAG.to_owned()].into()), owner: None };
+    member.captures().begun();
+    for (index, refuses) in ORDER.into_iter().enumerate() {
+        let (names, message) = asked(refuses, true, nccl.clone());
+        assert_eq!(names, ORDER[..=index]);
+        assert!(message.contains(&format!("a reason of {refuses}")), "{message}");
+    }
+    let (names, message) = asked("", true, nccl);
+    assert_eq!(names, ORDER);
+    assert!(message.contains("is capturing 1 stream(s)"), "captures are the last: {message}");
+    assert_eq!(asked("", false, Scope::Whole).0, ["ungated", "unseen_pins"], "a plain pause");
 }

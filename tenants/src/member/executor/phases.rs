@@ -35,7 +35,7 @@ const LOOK_MAX: Duration = Duration::from_millis(10);
 impl<D: Driver> Executor<D> {
     /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
     /// nothing is under way.
-    pub(super) fn run_phase(
+    pub(in crate::member) fn run_phase(
         &mut self,
         round: Option<u64>,
         order: &Order,
