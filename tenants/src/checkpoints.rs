@@ -32,6 +32,11 @@ pub enum CheckpointError {
     State { state: ProcessState },
 }
 
+/// There is no driver here that can, for this `reason`.
+pub fn unavailable(reason: String) -> CheckpointError {
+    CheckpointError::Unavailable { reason }
+}
+
 /// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
 pub trait Checkpointer: std::fmt::Debug + Send + Sync {
     /// Returns where a process stands, as the driver says. Does not wait for the process.

@@ -16,6 +16,7 @@ mod conversation;
 mod cutting;
 mod exchange;
 mod freezing;
+mod guards;
 mod interrupt;
 mod lending;
 mod needs;
@@ -51,9 +52,8 @@ pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
 
 use cast::Everybody;
-use lending::{NamesWait, Patience};
+use guards::{ON_REFUSAL, Refused, Tries};
 use session::Session;
-use spilling::Room;
 
 use crate::checkpoints::Checkpointer;
 use crate::identity::{MemberId, TenantName};
@@ -214,9 +214,6 @@ impl Options {
         self.timeout.unwrap_or_default().max(self.contact_timeout)
     }
 }
-
-/// The number of times that a pause begins, since processes have joined its tenant meanwhile.
-const JOINED_TRIES_MAX: u32 = 8;
 
 /// The length of one wait for the lock, before the interrupt is looked at.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
@@ -382,21 +379,21 @@ struct Held<'a> {
 impl Held<'_> {
     /// Pauses or resumes it, with nobody on the other leg.
     fn act(&self, action: Action, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
-        let (mut outcome, notes) = attempt(&[self], progress, |patience, progress| {
+        let (mut outcome, notes) = attempt(&[self], progress, |tries, progress| {
             let mut session = Session::open(self, &self.coordinator.options, action, progress)?;
             session.refuse_shallow()?;
-            self.finish(session, patience)
+            self.finish(session, tries)
         })?;
         outcome.note(notes);
         Ok(outcome)
     }
 
     /// Takes its leg to the end.
-    fn finish(&self, session: Session<'_>, patience: Patience) -> Result<Outcome, Trouble> {
+    fn finish(&self, session: Session<'_>, tries: &Tries) -> Result<Outcome, Trouble> {
         if session.members.is_empty() {
             return Ok(session.rest());
         }
-        session.run(patience).map_err(|error| self.coordinator.with_holders(error, None))
+        session.run(tries).map_err(|error| self.coordinator.with_holders(error, None))
     }
 }
 
@@ -405,26 +402,18 @@ impl Held<'_> {
 fn attempt<T>(
     legs: &[&Held<'_>],
     progress: &mut dyn FnMut(Event<'_>),
-    mut once: impl FnMut(Patience, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,
+    mut once: impl FnMut(&Tries, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,
 ) -> Result<(T, Vec<String>), Trouble> {
-    let mut patience = Patience::new(&legs[0].coordinator.options);
-    let (mut joined, mut room, mut names) = (1, None, NamesWait::default());
+    let mut tries = Tries::default();
     loop {
-        let error = match once(patience, progress) {
-            Ok(done) => return Ok((done, room.as_ref().map_or_else(Vec::new, Room::notes))),
+        let error = match once(&tries, progress) {
+            Ok(done) => return Ok((done, tries.room.notes())),
             Err(error) => error,
         };
         let about = |held: &&&Held<'_>| error.is_about(&held.coordinator.tenant);
-        let Held { coordinator, dir, .. } = legs.iter().find(about).unwrap_or(&legs[0]);
-        if matches!(error, Trouble::Joined { .. }) && joined < JOINED_TRIES_MAX {
-            // With the newcomers, then.
-            joined += 1;
-            continue;
-        }
-        let helps = coordinator.makes_room(&mut room, &error, progress)
-            || names.waits(&coordinator.options, dir, &error)
-            || (error.is_lent() && patience.goes_on());
-        if !helps {
+        let held = legs.iter().find(about).unwrap_or(&legs[0]);
+        let mut refused = Refused { held, error: &error, progress };
+        if !ON_REFUSAL.iter().any(|(_, helps)| helps(&mut tries, &mut refused)) {
             return Err(error);
         }
     }

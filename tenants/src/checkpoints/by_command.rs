@@ -27,7 +27,7 @@ use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
 use vmm_pool::sync::lock;
 
-use super::{CheckpointError, Checkpointer, ProcessState};
+use super::{CheckpointError, Checkpointer, ProcessState, unavailable};
 
 /// The word by which the command becomes such a child.
 pub const SUBCOMMAND: &str = "checkpoints";
@@ -67,10 +67,6 @@ impl Drop for Child {
             tracing::debug!(%error, "the child that calls the driver has gone");
         }
     }
-}
-
-fn unavailable(reason: String) -> CheckpointError {
-    CheckpointError::Unavailable { reason }
 }
 
 impl ByCommand {

@@ -10,13 +10,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Sender;
 use vmm_pool::driver::DriverCode;
 
 use super::Trouble;
 use super::cast::{Cast, OnFailure, StepResult};
 use super::report::{MemberFailure, Report, Step};
 use super::round::Round;
-use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState};
+use crate::checkpoints::{CheckpointError, Checkpointer, ProcessState, unavailable};
 use crate::scope::Scope;
 use crate::time::micros;
 use crate::wire::{Action, FailureKind, MemberState, Phase, PhaseReport};
@@ -29,6 +30,9 @@ const ANSWER_MARGIN: Duration = Duration::from_secs(5);
 /// The folder in which CUDA programs look for the control daemon of MPS, unless the environment names another.
 const MPS_PIPE_DIR: &str = "/tmp/nvidia-mps";
 const MPS_PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY=";
+
+/// The process by its index, what came of a call about it, and how long that took.
+type Made = (usize, Result<(), CheckpointError>, Duration);
 
 /// One call of [`Checkpointer`].
 #[derive(Clone, Copy)]
@@ -122,10 +126,8 @@ impl<'s, 'a> Freezer<'s, 'a> {
         }
         let driver = self.driver().map_err(|error| refused(error.to_string()))?;
         for index in self.cast.peers.all() {
-            let why = match self.pid_here(index) {
-                Err(error) => Some(error.to_string()),
-                Ok(pid) => obstacle(&*driver, pid),
-            };
+            let pid = self.pid_here(index).map_err(|error| error.to_string());
+            let why = pid.map_or_else(Some, |pid| obstacle(&*driver, pid));
             if let Some(why) = why {
                 return Err(refused(format!("{}: {why}", self.cast.peers.who(index))));
             }
@@ -134,12 +136,12 @@ impl<'s, 'a> Freezer<'s, 'a> {
     }
 
     fn driver(&self) -> Result<Arc<dyn Checkpointer>, CheckpointError> {
-        self.cast.options.checkpointer.clone().ok_or_else(|| CheckpointError::Unavailable {
-            reason: format!(
+        self.cast.options.checkpointer.clone().ok_or_else(|| {
+            unavailable(format!(
                 "a process of a job cannot have the driver freeze processes, nor thaw them: the command can (sublet pause {0} --deep, sublet \
                  resume {0})",
                 self.cast.tenant()
-            ),
+            ))
         })
     }
 
@@ -283,47 +285,12 @@ impl<'s, 'a> Freezer<'s, 'a> {
 
     /// Makes one call about each of `members` at the same time, and waits for all, with a deadline.
     fn make_each(&self, call: Call, members: &[usize], phase: Phase, moved: &mut Moved) {
-        let driver = match self.driver() {
-            Ok(driver) => driver,
-            Err(error) => {
-                let failed = members.iter().map(|index| self.failure(*index, phase, &error));
-                moved.failures.extend(failed);
-                return;
-            }
-        };
         let (say, hear) = crossbeam_channel::unbounded();
         let mut waited_for = Vec::new();
         for &index in members {
-            let (driver, say, say_so) = (Arc::clone(&driver), say.clone(), say.clone());
-            let pid = match self.pid_here(index) {
-                Ok(pid) => pid,
-                Err(error) => {
-                    moved.failures.push(self.failure(index, phase, &error));
-                    continue;
-                }
-            };
-            let began = Instant::now();
-            // Not one after the other: each takes some 0.4 s and more.
-            let made = vmm_pool::threads::spawn(
-                "sublet-driver",
-                move || {
-                    let made = call.make(&*driver, pid);
-                    // The thread that waited may have given up.
-                    let _heard = say.send((index, made, began.elapsed()));
-                },
-                move |text| {
-                    let reason = format!("Sublet failed inside ({text})");
-                    let error = CheckpointError::Unavailable { reason };
-                    let _heard = say_so.send((index, Err(error), began.elapsed()));
-                },
-            );
-            match made {
+            match self.begin(call, index, &say) {
                 Ok(()) => waited_for.push(index),
-                Err(error) => {
-                    let reason = format!("no thread to call the driver on ({error})");
-                    let error = CheckpointError::Unavailable { reason };
-                    moved.failures.push(self.failure(index, phase, &error));
-                }
+                Err(error) => moved.failures.push(self.failure(index, phase, &error)),
             }
         }
         let until = Instant::now() + call.timeout();
@@ -339,14 +306,31 @@ impl<'s, 'a> Freezer<'s, 'a> {
         moved.failures.extend(waited_for.iter().map(|index| self.failure(*index, phase, &silent)));
     }
 
+    /// Makes one call on a thread of its own, which says what came of it. Not one after the other: each takes some 0.4 s and
+    /// more.
+    fn begin(&self, call: Call, index: usize, say: &Sender<Made>) -> Result<(), CheckpointError> {
+        let (driver, pid) = (self.driver()?, self.pid_here(index)?);
+        let (say, say_so, began) = (say.clone(), say.clone(), Instant::now());
+        // The thread that waited may have given up.
+        let made = vmm_pool::threads::spawn(
+            "sublet-driver",
+            move || drop(say.send((index, call.make(&*driver, pid), began.elapsed()))),
+            move |text| {
+                let error = unavailable(format!("Sublet failed inside ({text})"));
+                drop(say_so.send((index, Err(error), began.elapsed())));
+            },
+        );
+        made.map_err(|error| unavailable(format!("no thread to call the driver on ({error})")))
+    }
+
     fn driver_state(&self, index: usize) -> Result<ProcessState, CheckpointError> {
         self.driver()?.state(self.pid_here(index)?)
     }
 
     /// The id by which the driver is asked about a process. That of another pid namespace may be another process here.
     fn pid_here(&self, index: usize) -> Result<u32, CheckpointError> {
-        self.cast.peers.pid_here(index).ok_or_else(|| CheckpointError::Unavailable {
-            reason: "it has no id in this pid namespace: use a command in its container, or outside of both".to_owned(),
+        self.cast.peers.pid_here(index).ok_or_else(|| {
+            unavailable("it has no id in this pid namespace: use a command in its container, or outside of both".to_owned())
         })
     }
 
@@ -357,12 +341,8 @@ impl<'s, 'a> Freezer<'s, 'a> {
         state: ProcessState,
         unseen: &mut Vec<(usize, CheckpointError)>,
     ) -> Vec<usize> {
-        let mut is = |index: &usize| match self.driver_state(*index) {
-            Ok(known) => known == state,
-            Err(error) => {
-                unseen.push((*index, error));
-                false
-            }
+        let mut is = |index: &usize| {
+            self.driver_state(*index).map_err(|error| unseen.push((*index, error))) == Ok(state)
         };
         members.iter().copied().filter(&mut is).collect()
     }

@@ -8,15 +8,16 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
+use super::Options;
 use super::cast::{Cast, OnFailure};
+use super::guards::{Refused, Tries};
 use super::report::{MemberFailure, Step};
-use super::session::Stop;
-use super::{Options, Trouble};
+use super::session::{Session, Stop};
 use crate::identity::TenantName;
 use crate::references::Partner;
-use crate::run_dir::{NAMES_AGAIN_WITHIN, TenantDir, pause_thread};
+use crate::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
 use crate::scope::Scope;
-use crate::wire::{AskLent, FailureKind, Lending, Lent, Wanted};
+use crate::wire::{Action, AskLent, FailureKind, Lending, Lent, Wanted};
 
 /// The time that a pause waits in all, unless its options say otherwise.
 const WAIT: Duration = Duration::from_secs(30);
@@ -30,38 +31,65 @@ const SHUT_MAX: Duration = Duration::from_millis(500);
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(50);
 
-/// The limits on a pause's waits for borrowers, over all its tries.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
-    deadline: Instant,
-    /// The time for which this try lets all run.
-    look: Duration,
-    tries_again: bool,
+/// Does this leg ask who has memory of its members open? A pause does, if a member named a family when it was greeted, or
+/// others than the one whose pause by tag this is take part.
+pub(super) fn is_used(leg: &Session<'_>) -> bool {
+    let asks = |index: &usize| shares(&leg.cast, leg.round.scope(), *index);
+    leg.round.action() == Action::Pause && leg.members.iter().any(asks)
 }
 
-impl Patience {
-    pub(super) fn new(options: &Options) -> Self {
-        let wait = options.timeout.unwrap_or(WAIT);
+/// Does this member share memory with others than those of the pause?
+fn shares(cast: &Cast<'_>, scope: &Scope, index: usize) -> bool {
+    let info = cast.peers.info(index);
+    info.is_some_and(|info| info.family.is_some() || !scope.is_about(info.id))
+}
+
+/// The end of all tries.
+fn deadline(options: &Options, tries: &Tries) -> Instant {
+    tries.began + options.timeout.unwrap_or(WAIT)
+}
+
+/// The time for which this try lets all run. Tries that end immediately are many.
+fn look(options: &Options, tries: &Tries) -> Duration {
+    match options.consent {
         // Applications that wait in a call of their own hear of the end of the first try: there is no other.
-        let look = if options.consent.is_some() { wait } else { LOOK };
-        let tries_again = options.consent.is_none();
-        Self { deadline: Instant::now() + wait, look, tries_again }
+        Some(_) => options.timeout.unwrap_or(WAIT),
+        None => LOOK.saturating_mul(1 << tries.lent.min(u32::BITS - 1)).min(WAIT),
     }
+}
 
-    /// Is there time for one more try?
-    pub(super) fn goes_on(&mut self) -> bool {
-        // Tries that end immediately are many.
-        self.look = (self.look * 2).min(WAIT);
-        self.tries_again && !self.is_over()
-    }
+/// The time of that for which the gates are shut then.
+fn shut(look: Duration) -> Duration {
+    (look / SHUT_SHARE).min(SHUT_MAX)
+}
 
-    fn shut(&self) -> Duration {
-        (self.look / SHUT_SHARE).min(SHUT_MAX)
-    }
+/// Is there time for one more try, if a pause was refused only because other tenants have memory open?
+pub(super) fn goes_on(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
+    let (options, error) = (&refused.held.coordinator.options, refused.error);
+    let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
+    let failures = error.failures();
+    let is_lent = !failures.is_empty() && failures.iter().all(is_lent) && error.left_unchanged();
+    tries.lent += 1;
+    is_lent && options.consent.is_none() && Instant::now() < deadline(options, tries)
+}
 
-    fn is_over(&self) -> bool {
-        Instant::now() >= self.deadline
+/// Waits once, with nobody stopped, until those that were refused as nameless have names again, or had the time to make
+/// them, or it is called off.
+pub(super) fn waits_for_names(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
+    let Refused { held, error, .. } = refused;
+    let options = &held.coordinator.options;
+    let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
+    let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
+    if tries.named || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
+        return false;
     }
+    tries.named = true;
+    let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
+    let goes_on = || !options.is_called_off() && Instant::now() < deadline;
+    while !nameless.iter().all(|failure| held.dir.has_member(failure.who.member)) && goes_on() {
+        pause_thread(REST_MAX);
+    }
+    true
 }
 
 /// The memory that some members of a tenant share with other processes.
@@ -79,14 +107,15 @@ impl<'s, 'a> Loans<'s, 'a> {
     }
 
     /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
-    pub(super) fn wait_while_all_run(&mut self, patience: Patience) -> Result<(), Stop> {
-        let lent = self.lent_at((Instant::now() + patience.look).min(patience.deadline))?;
-        if lent.is_empty() || !patience.is_over() { Ok(()) } else { Err(Stop::Failed(lent)) }
+    pub(super) fn wait_while_all_run(&mut self, tries: &Tries) -> Result<(), Stop> {
+        let (options, end) = (self.cast.options, deadline(self.cast.options, tries));
+        let lent = self.lent_at((Instant::now() + look(options, tries)).min(end))?;
+        if lent.is_empty() || Instant::now() < end { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
     /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
-    pub(super) fn wait_behind_gates(&mut self, patience: Patience) -> Result<(), Stop> {
-        let lent = self.lent_at(Instant::now() + patience.shut())?;
+    pub(super) fn wait_behind_gates(&mut self, tries: &Tries) -> Result<(), Stop> {
+        let lent = self.lent_at(Instant::now() + shut(look(self.cast.options, tries)))?;
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
@@ -130,10 +159,7 @@ impl<'s, 'a> Loans<'s, 'a> {
     /// share nothing but with the one whose pause by tag this is.
     fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let mut members = self.members.to_vec();
-        members.retain(|index| {
-            let info = self.cast.peers.info(*index);
-            info.is_some_and(|info| info.family.is_some() || !self.scope.is_about(info.id))
-        });
+        members.retain(|index| shares(self.cast, self.scope, *index));
         self.ask(&members)
     }
 
@@ -174,40 +200,6 @@ impl<'s, 'a> Loans<'s, 'a> {
             }
         }
         Ok(failures)
-    }
-}
-
-/// One wait for names, in all tries of a pause or resume.
-#[derive(Debug, Default)]
-pub(super) struct NamesWait(bool);
-
-impl NamesWait {
-    /// Is it worth one more try? Waits, with nobody stopped, until those that `error` names as nameless have names in `dir`,
-    /// or had the time to make them, or it is called off.
-    pub(super) fn waits(&mut self, options: &Options, dir: &TenantDir, error: &Trouble) -> bool {
-        let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
-        let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
-        if self.0 || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
-            return false;
-        }
-        self.0 = true;
-        let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
-        while !nameless.iter().all(|failure| dir.has_member(failure.who.member)) {
-            if options.is_called_off() || Instant::now() >= deadline {
-                break;
-            }
-            pause_thread(REST_MAX);
-        }
-        true
-    }
-}
-
-impl Trouble {
-    /// Was a pause refused only because other tenants have memory open, with all as before?
-    pub(super) fn is_lent(&self) -> bool {
-        let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
-        let failures = self.failures();
-        !failures.is_empty() && failures.iter().all(is_lent) && self.left_unchanged()
     }
 }
 
@@ -280,14 +272,17 @@ mod tests {
     #[test]
     fn each_try_lets_all_run_longer_and_stops_them_for_a_moment_only() {
         let options = Options { timeout: Some(Duration::from_mins(1)), ..Options::default() };
-        let mut patience = Patience::new(&options);
+        let mut tries = Tries::default();
         for _ in 0..8 {
-            assert!(patience.shut() * SHUT_SHARE <= patience.look && patience.shut() <= SHUT_MAX);
-            let before = patience.look;
-            assert!(patience.goes_on());
-            assert_eq!(patience.look, 2 * before);
+            let before = look(&options, &tries);
+            assert!(shut(before) * SHUT_SHARE <= before && shut(before) <= SHUT_MAX);
+            tries.lent += 1;
+            assert_eq!(look(&options, &tries), 2 * before);
         }
+        assert!(Instant::now() < deadline(&options, &tries));
+        tries.lent = u32::MAX;
+        assert_eq!(look(&options, &tries), WAIT);
         let over = Options { timeout: Some(Duration::ZERO), ..options };
-        assert!(!Patience::new(&over).goes_on());
+        assert!(Instant::now() >= deadline(&over, &tries));
     }
 }

@@ -10,8 +10,9 @@ use super::cast::{Cast, OnFailure};
 use super::conversation::Wait;
 use super::cutting::Ranks;
 use super::freezing::Freezer;
-use super::lending::{Loans, Patience};
-use super::needs::{needs, refuse_shortage, short_devices};
+use super::guards::{self, Tries};
+use super::lending::Loans;
+use super::needs::{needs, short_devices};
 use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Outcome, Report, Step};
 use super::round::Round;
@@ -120,11 +121,10 @@ impl<'a> Session<'a> {
             return Outcome::AlreadyActive;
         }
         let stays = self.round.stays(&self.cast.peers);
-        let shallow = if self.round.is_deep() {
-            Freezer::new(&mut self.cast, &self.round).not_frozen()
-        } else {
-            Vec::new()
-        };
+        let mut shallow = Vec::new();
+        if self.round.is_deep() {
+            shallow = Freezer::new(&mut self.cast, &self.round).not_frozen();
+        }
         if shallow.is_empty() {
             return Outcome::AlreadyPaused { stays };
         }
@@ -135,11 +135,11 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the members through all phases.
-    pub(super) fn run(mut self, patience: Patience) -> Result<Outcome, Trouble> {
+    pub(super) fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
         if self.round.action() == Action::Resume {
             self.thaw()?;
         }
-        if let Err(stop) = self.prepare(patience) {
+        if let Err(stop) = self.prepare(tries) {
             let error = self.undo(stop);
             if error.left_unchanged() {
                 self.freeze_again();
@@ -159,22 +159,18 @@ impl<'a> Session<'a> {
     }
 
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
-    pub(super) fn prepare(&mut self, patience: Patience) -> Result<(), Stop> {
-        let action = self.round.action();
-        let options = self.cast.options;
-        if let Some(timeout) = options.consent {
-            let question = AwaitConsent { action, timeout_ms: millis(timeout) };
-            self.cast.step(&question, &self.members, timeout, OnFailure::Stop).of_all()?;
-        }
-        match action {
-            Action::Pause => self.loans().wait_while_all_run(patience)?,
-            Action::Resume if options.look_first => {
-                refuse_shortage(&mut self.cast, self.round.scope(), &self.members)?;
-            }
-            Action::Resume => {}
-        }
+    pub(super) fn prepare(&mut self, tries: &Tries) -> Result<(), Stop> {
+        guards::ask(&guards::BEFORE, self, tries)?;
         self.check_lock().map_err(|_| Stop::LockGone)?;
-        self.take_all(patience)
+        self.take_all(tries)
+    }
+
+    /// Waits until all applications have requested it too.
+    pub(super) fn await_consent(&mut self) -> Result<(), Stop> {
+        let timeout = self.cast.options.consent.unwrap_or_default();
+        let question = AwaitConsent { action: self.round.action(), timeout_ms: millis(timeout) };
+        let said = self.cast.step(&question, &self.members, timeout, OnFailure::Stop).of_all();
+        said.map(drop).map_err(Stop::from)
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
@@ -184,8 +180,8 @@ impl<'a> Session<'a> {
     }
 
     /// The phases that prepare.
-    pub(super) fn take_all(&mut self, patience: Patience) -> Result<(), Stop> {
-        let taken = self.take_each(patience);
+    pub(super) fn take_all(&mut self, tries: &Tries) -> Result<(), Stop> {
+        let taken = self.take_each(tries);
         taken.map_err(|stop| stop.naming(&self.absent))?;
         self.report.notes.append(&mut self.absent);
         let next = Step::Phase(self.round.action().commit());
@@ -193,7 +189,7 @@ impl<'a> Session<'a> {
     }
 
     /// One phase that prepares after the other.
-    fn take_each(&mut self, patience: Patience) -> Result<(), Stop> {
+    fn take_each(&mut self, tries: &Tries) -> Result<(), Stop> {
         for phase in self.round.prepares() {
             if phase.is_at_cut() && !self.round.acts_alone() {
                 self.stop_at_cut(phase)?;
@@ -201,7 +197,7 @@ impl<'a> Session<'a> {
             }
             let began = Instant::now();
             let done = if phase == Phase::Drain {
-                self.drain(patience)?
+                self.drain(tries)?
             } else {
                 self.take(&self.round.question(phase), phase)?
             };
@@ -224,12 +220,12 @@ impl<'a> Session<'a> {
     }
 
     /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
-    fn drain(&mut self, patience: Patience) -> Result<Vec<(usize, PhaseReport)>, Stop> {
+    fn drain(&mut self, tries: &Tries) -> Result<Vec<(usize, PhaseReport)>, Stop> {
         if self.report.drain.is_none() {
             let mut gated = Gated::new(&mut self.cast, self.round.number());
             self.report.drain = Some(gated.drain(&self.members, None)?);
         }
-        self.loans().wait_behind_gates(patience)?;
+        guards::ask(&guards::BEHIND_GATES, self, tries)?;
         let done = self.take(&Drain(self.round.question(Phase::Drain)), Phase::Drain)?;
         let (done, said): (Vec<_>, Vec<_>) = done
             .into_iter()

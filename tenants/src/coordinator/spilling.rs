@@ -69,7 +69,7 @@ impl Coordinator {
     /// pause lacks. True when some was given, and the same pause may succeed now.
     pub(super) fn makes_room(
         &self,
-        room: &mut Option<Room>,
+        room: &mut Room,
         error: &Trouble,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool {
@@ -78,7 +78,6 @@ impl Coordinator {
         // it has failed.
         let may_help = error.left_unchanged() && self.options.consent.is_none();
         let Some(short) = short.filter(|_| may_help) else { return false };
-        let room = room.get_or_insert_default();
         room.tries += 1;
         if room.tries > TRIES_MAX || self.options.is_called_off() {
             return false;

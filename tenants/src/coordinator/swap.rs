@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::exchange::{Exchange, totals};
-use super::lending::Patience;
+use super::guards::Tries;
 use super::needs::{needs_of_each, resident_bytes, short_devices};
 use super::overlap::exchange;
 use super::report::{Event, MemberFailure, Outcome, Step, Swap};
@@ -51,8 +51,8 @@ pub fn swap(
     let started = Instant::now();
     to.check_alive()?;
     let (from, to) = lock_both(from, to)?;
-    let (moved, notes) = attempt(&[&from, &to], progress, |patience, progress| {
-        move_both(&from, &to, patience, started, progress)
+    let (moved, notes) = attempt(&[&from, &to], progress, |tries, progress| {
+        move_both(&from, &to, tries, started, progress)
     })?;
     let (mut paused, resumed) = match moved {
         Moved::Both { paused, resumed } => (paused, resumed),
@@ -78,7 +78,7 @@ enum Moved {
 fn move_both(
     from: &Held<'_>,
     to: &Held<'_>,
-    patience: Patience,
+    tries: &Tries,
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Moved, Trouble> {
@@ -93,8 +93,8 @@ fn move_both(
     let mut back = Session::open(to, &to.coordinator.options, Action::Resume, &mut tell_to)?;
     out.refuse_shallow()?;
     if out.members.is_empty() || back.members.is_empty() {
-        let paused = from.finish(out, patience)?;
-        return Ok(Moved::Both { paused, resumed: to.finish(back, patience)? });
+        let paused = from.finish(out, tries)?;
+        return Ok(Moved::Both { paused, resumed: to.finish(back, tries)? });
     }
     let left = out.round.resident_part(&out.cast.peers, &out.members);
     match back.thaw() {
@@ -103,7 +103,7 @@ fn move_both(
         }
         thawed => thawed?,
     }
-    Pair { from, to, out, back, left, started }.change_places(patience, &mut tell_after)
+    Pair { from, to, out, back, left, started }.change_places(tries, &mut tell_after)
 }
 
 /// Moves the first, then the second: the contexts of both do not fit together. `left` is the part of the first that leaves.
@@ -154,12 +154,12 @@ impl Pair<'_> {
     /// Both simultaneously. The contexts of the second are back.
     fn change_places(
         mut self,
-        patience: Patience,
+        tries: &Tries,
         tell_after: &mut dyn FnMut(Event<'_>),
     ) -> Result<Moved, Trouble> {
         self.out.round.overlap();
         self.back.round.overlap();
-        let plan = match self.prepare(patience) {
+        let plan = match self.prepare(tries) {
             Ok(plan) => plan,
             Err(error) => {
                 self.back.freeze_again();
@@ -175,7 +175,7 @@ impl Pair<'_> {
         out.account(started);
         let came = match hindrance {
             Some(stop) => Err(stop),
-            None => back.take_all(Patience::new(back.cast.options)),
+            None => back.take_all(tries),
         };
         if let Err(stop) = came {
             let source = to.coordinator.with_holders(back.undo(stop), None);
@@ -196,7 +196,7 @@ impl Pair<'_> {
     }
 
     /// All of the first prepares, if the second fits into what is free and what leaves.
-    fn prepare(&mut self, patience: Patience) -> Result<Exchange, Trouble> {
+    fn prepare(&mut self, tries: &Tries) -> Result<Exchange, Trouble> {
         self.refuse_wanted()?;
         let Session { cast, round, members, .. } = &mut self.back;
         let needed = needs_of_each(cast, round.scope(), members);
@@ -208,7 +208,7 @@ impl Pair<'_> {
             self.check_room(&needs, &held)?;
         }
         // From here on processes of the first are stopped.
-        if let Err(stop) = self.out.prepare(patience) {
+        if let Err(stop) = self.out.prepare(tries) {
             return Err(self.out.undo(stop));
         }
         let gives = last_said(&self.out);
@@ -319,7 +319,7 @@ impl Stranded {
         let until = Instant::now() + KEPT_ROOM_WAIT;
         let resumed = loop {
             let session = Session::open(from, &options, Action::Resume, progress);
-            let resumed = session.and_then(|session| session.run(Patience::new(&options)));
+            let resumed = session.and_then(|session| session.run(&Tries::default()));
             let is_short =
                 |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
             if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {

@@ -1,8 +1,8 @@
 //! The thread of a member that works: one job at a time, in the order in which the agent gives them. It alone drives devices.
 
 mod freezing;
+mod participants;
 mod phases;
-mod refusals;
 mod reports;
 mod resuming;
 mod saving;

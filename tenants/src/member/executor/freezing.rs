@@ -7,7 +7,7 @@ use vmm_pool::Failed;
 use vmm_pool::driver::Driver;
 
 use super::Executor;
-use super::refusals;
+use super::participants::unfreezable;
 use super::reports::{PhaseResult, report};
 use crate::member::failures::{PID, wrong_state};
 use crate::member::progress::Progress;
@@ -29,7 +29,7 @@ impl<D: Driver> Executor<D> {
                 "process {PID} is paused by tag, and its other memory is on the GPU"
             )));
         }
-        refusals::unfreezable(self.member.config(), &self.pool)?;
+        unfreezable(&self.member).map_or(Ok(()), Err)?;
         // A report needs the devices' names, and the driver answers nobody from here on.
         drop(self.pool.report());
         let keeper = self.take_keeper()?;

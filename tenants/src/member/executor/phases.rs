@@ -12,10 +12,9 @@ use vmm_pool::{
 };
 
 use super::Executor;
-use super::refusals;
+use super::participants::{captures, may_close};
 use super::reports::{PhaseResult, deltas, known, report, staged};
 use crate::host_memory::HostNeed;
-use crate::member::Member;
 use crate::member::failures::{
     PID, drain_failure, failed_inside, faulted, not_undone_yet, pool_failure, wrong_state,
 };
@@ -149,17 +148,7 @@ impl<D: Driver> Executor<D> {
     ) -> PhaseResult {
         let stood = *scope == Scope::Whole && self.stood_without_tags();
         self.lifecycle.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
-        let Member { pool, asking, presence, .. } = &*self.member;
-        let config = presence.config();
-        if is_deep {
-            refusals::unfreezable(config, pool)?;
-        }
-        refusals::ungated(config, asking)?;
-        refusals::unseen_pins(config, pool, &scope.paused(presence.id()))?;
-        if !stands {
-            refusals::unseen_nccl(config, scope)?;
-        }
-        refusals::captures(config)?;
+        may_close(&self.member, scope, (is_deep, stands))?;
         self.end_closed_tickets();
         let selection = self.leaving(scope, stands);
         let progress = if stood {
@@ -270,7 +259,7 @@ impl<D: Driver> Executor<D> {
         let called_off = self.member.calling_off.receiver();
         let cleared = draining.clear(deadline, called_off);
         cleared.map_err(|error| drain_failure(&error, &draining.pool().gate().waiting()))?;
-        refusals::captures(self.member.config())
+        captures(&self.member).map_or(Ok(()), Err)
     }
 
     /// Takes out the state that the requested step needs, if the step follows the one before.
