@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use tenants::checkpoints::by_command;
+use sublet_deep as by_command;
 use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState, unavailable};
 use vmm_pool::driver::DriverCode;
 
