@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 use vmm_pool::{Copies, HostDemand, Schedule};
 
 use super::cast::Cast;
-use super::overlap::moving_time;
 use super::peers::{Peers, Reached, reach};
 use super::report::{MemberFailure, Step, Who};
 use super::round::Round;
-use super::session::Stop;
+use super::trouble::Stop;
 use sublet_protocol::host_memory;
 use sublet_protocol::identity::MemberId;
 use sublet_protocol::references::{Partner, References, Stay, decide, missing};
@@ -147,6 +146,14 @@ const COPIED_BYTES_MIN: u64 = 1 << 30;
 /// The least ratio of copied bytes to missing host memory at which making that memory first pays. At a lower ratio a
 /// pause makes it during its copies.
 const GROWTH_SHARE: u64 = 16;
+
+/// The slowest speed of a stage, or of a step of spilling, in bytes a second: disks are that slow.
+const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
+
+/// Returns the time that `bytes` take to move at the slowest.
+pub(super) fn moving_time(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
+}
 
 /// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
 const SLOWEST_TO_MEMORY: u64 = 512 << 20;

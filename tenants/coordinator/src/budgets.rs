@@ -8,31 +8,13 @@ use vmm_pool::driver::DeviceUuid;
 
 use super::cast::Everybody;
 use super::conversation::Next;
+use super::figures::GpuBudget;
 use super::report::MemberFailure;
 use super::{Coordinator, Trouble};
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::{BudgetFile, RunDirError, TenantDir};
 use sublet_protocol::wire::Count;
-
-/// One GPU of a tenant whose memory is counted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct GpuBudget {
-    /// Its identity, as `nvidia-smi -L` prints it.
-    #[serde(rename = "uuid")]
-    pub gpu: String,
-    /// Its number on this machine, where that is known.
-    pub index: Option<u32>,
-    /// The bytes that the tenant may hold; none without a bound.
-    pub budget_bytes: Option<u64>,
-    /// The bytes that all processes of the tenant hold.
-    pub held_bytes: u64,
-    /// All of its memory, in bytes; 0 where that is not known.
-    pub total_bytes: u64,
-    #[serde(skip)]
-    pub(crate) uuid: DeviceUuid,
-}
 
 /// A tenant's budgets after a change, or as they are.
 #[must_use]

@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::conversation::{Inquiry, Next};
+use super::interrupt::Interrupt;
+use super::options::{Options, TakesPart};
 use super::peers::{Peers, Question, Reached, gone, reach, with_source};
 use super::report::{Event, MemberFailure, MemberPhase, PhaseSummary, Step, Who};
 use super::round::Round;
-use super::trouble::silence;
-use super::{Held, Interrupt, Options, TakesPart, Trouble};
+use super::trouble::{Trouble, silence};
 use sublet_protocol::identity::TenantName;
-use sublet_protocol::run_dir::{MemberSocket, TenantDir};
+use sublet_protocol::run_dir::{CoordinatorLock, MemberSocket, TenantDir};
+use sublet_protocol::scope::Scope;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Action, Hello, MemberState, Phase, PhaseReport, TakePhase};
 
@@ -51,12 +53,11 @@ impl<T> StepResult<T> {
 impl<'a> Cast<'a> {
     /// Connects to all live members and learns who they are.
     pub(super) fn open(
-        held: &'a Held<'_>,
+        (dir, lock): (&'a TenantDir, &CoordinatorLock),
         options: &'a Options,
         action: Action,
         progress: &'a mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Trouble> {
-        let dir = &held.dir;
         let mut cast = Self { dir, progress, options, peers: Peers::default() };
         dir.until_names_are_back(|| options.is_called_off());
         let deadline = Instant::now() + options.contact_timeout;
@@ -74,7 +75,7 @@ impl<'a> Cast<'a> {
         }
         cast.greet(action)?;
         if cast.peers.all().is_empty() {
-            dir.remove_stale_holding(&held.lock)?;
+            dir.remove_stale_holding(lock)?;
             return Err(Trouble::NoProcess { tenant: cast.tenant(), dead: cast.peers.dead() });
         }
         cast.check_versions()?;
@@ -148,6 +149,13 @@ impl<'a> Cast<'a> {
             Some(info) => Err(Trouble::Faulted { tenant: self.tenant(), pid: info.pid }),
             None => Ok(()),
         }
+    }
+
+    /// Does this member share memory with others than those of a pause of `scope`? It named a family when it was greeted, or the pause by tag is
+    /// another one's.
+    pub(super) fn shares(&self, scope: &Scope, index: usize) -> bool {
+        let info = self.peers.info(index);
+        info.is_some_and(|info| info.family.is_some() || !scope.is_about(info.id))
     }
 
     pub(super) fn tenant(&self) -> TenantName {

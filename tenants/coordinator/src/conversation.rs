@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use super::interrupt::Interrupt;
 use super::peers::{Answer, Peers, Question};
 use super::report::MemberFailure;
-use super::{Coordinator, Interrupt};
 
 /// One question, the time to answer it, and what ends the wait early.
 pub(super) struct Inquiry<'a, Q> {
@@ -19,13 +19,6 @@ impl<'a, Q> Inquiry<'a, Q> {
     /// `question`, to be answered within `timeout`, or until `interrupt` is raised.
     pub(super) fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
         Self { question, timeout, interrupt }
-    }
-}
-
-impl Coordinator {
-    /// `question`, to be answered within the time that the options give for a contact, or until they call it off.
-    pub(super) fn inquiry<Q>(&self, question: Q) -> Inquiry<'_, Q> {
-        Inquiry::of(question, self.options.contact_timeout, self.options.interrupt.as_ref())
     }
 }
 

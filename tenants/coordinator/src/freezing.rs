@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::Sender;
 use vmm_pool::driver::DriverCode;
 
-use super::Trouble;
 use super::cast::{Cast, OnFailure, StepResult};
 use super::report::{MemberFailure, Report, Step};
 use super::round::Round;
+use super::trouble::Trouble;
 use sublet_protocol::checkpoints::{CheckpointError, Checkpointer, ProcessState, unavailable};
 use sublet_protocol::scope::Scope;
 use sublet_protocol::time::micros;
@@ -44,22 +44,13 @@ enum Call {
 }
 
 impl Call {
-    fn name(self) -> &'static str {
+    /// The name of the driver's call, and that under which reports list its time.
+    fn names(self) -> (&'static str, &'static str) {
         match self {
-            Self::Lock(_) => "cuCheckpointProcessLock",
-            Self::Checkpoint => "cuCheckpointProcessCheckpoint",
-            Self::Restore => "cuCheckpointProcessRestore",
-            Self::Unlock => "cuCheckpointProcessUnlock",
-        }
-    }
-
-    /// Returns the name under which reports list the time of this call.
-    fn step(self) -> &'static str {
-        match self {
-            Self::Lock(_) => "lock",
-            Self::Checkpoint => "checkpoint",
-            Self::Restore => "restore",
-            Self::Unlock => "unlock",
+            Self::Lock(_) => ("cuCheckpointProcessLock", "lock"),
+            Self::Checkpoint => ("cuCheckpointProcessCheckpoint", "checkpoint"),
+            Self::Restore => ("cuCheckpointProcessRestore", "restore"),
+            Self::Unlock => ("cuCheckpointProcessUnlock", "unlock"),
         }
     }
 
@@ -99,7 +90,7 @@ impl Moved {
 
     fn note(&mut self, index: usize, call: Call, took: Duration) {
         let report = self.of(index);
-        report.steps.push((call.step().to_owned(), micros(took)));
+        report.steps.push((call.names().1.to_owned(), micros(took)));
         report.elapsed_us += micros(took);
         report.driver_calls += 1;
     }
@@ -302,7 +293,7 @@ impl<'s, 'a> Freezer<'s, 'a> {
                 Err(error) => moved.failures.push(self.failure(index, phase, &error)),
             }
         }
-        let silent = CheckpointError::Silent { call: call.name(), waited: call.timeout() };
+        let silent = CheckpointError::Silent { call: call.names().0, waited: call.timeout() };
         moved.failures.extend(waited_for.iter().map(|index| self.failure(*index, phase, &silent)));
     }
 

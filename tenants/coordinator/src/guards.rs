@@ -9,13 +9,15 @@
 
 use std::time::Instant;
 
-use super::lending;
+use super::lending::{self, Patience};
 use super::needs::refuse_shortage;
-use super::report::Event;
-use super::session::{Session, Stop};
+use super::report::{Event, MemberFailure};
+use super::session::Session;
 use super::spilling::Room;
+use super::trouble::Stop;
 use super::{Held, Trouble};
-use sublet_protocol::wire::Action;
+use sublet_protocol::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
+use sublet_protocol::wire::{Action, FailureKind};
 
 /// A feature at one moment: its name, whether the leg uses it, and what it does.
 type Guard =
@@ -24,7 +26,7 @@ type Guard =
 /// All can still be undone, and nobody is stopped yet.
 pub(super) const BEFORE: [Guard; 3] = [
     ("consent", |leg| leg.cast.options.consent.is_some(), |leg, _| leg.await_consent()),
-    ("lending", lending::is_used, |leg, tries| leg.loans().wait_while_all_run(tries)),
+    ("lending", lends, |leg, tries| leg.loans().wait_while_all_run(tries.patience)),
     (
         "room on the devices",
         |leg| leg.round.action() == Action::Resume && leg.cast.options.look_first,
@@ -34,7 +36,7 @@ pub(super) const BEFORE: [Guard; 3] = [
 
 /// The gates of a pause are shut, and nothing is lent any more.
 pub(super) const BEHIND_GATES: [Guard; 1] =
-    [("lending", lending::is_used, |leg, tries| leg.loans().wait_behind_gates(tries))];
+    [("lending", lends, |leg, tries| leg.loans().wait_behind_gates(tries.patience))];
 
 /// Has the features of one moment do their part, unless all is called off.
 pub(super) fn ask(guards: &[Guard], leg: &mut Session<'_>, tries: &Tries) -> Result<(), Stop> {
@@ -46,18 +48,18 @@ pub(super) fn ask(guards: &[Guard], leg: &mut Session<'_>, tries: &Tries) -> Res
 /// The tries of one pause or resume, and what was done for them.
 #[derive(Debug)]
 pub(super) struct Tries {
-    pub(super) began: Instant,
-    /// The tries that ended since processes had joined, and those that ended since memory was lent.
+    patience: Patience,
+    /// The tries that ended since processes had joined.
     joined: u32,
-    pub(super) lent: u32,
     /// Were nameless processes waited for?
-    pub(super) named: bool,
-    pub(super) room: Room,
+    named: bool,
+    pub(super) room: Option<Room>,
 }
 
 impl Default for Tries {
     fn default() -> Self {
-        Self { began: Instant::now(), joined: 0, lent: 0, named: false, room: Room::default() }
+        let patience = Patience { began: Instant::now(), tries: 0 };
+        Self { patience, joined: 0, named: false, room: None }
     }
 }
 
@@ -80,12 +82,47 @@ pub(super) const ON_REFUSAL: [(&str, Help); 4] = [
     ("spilling", |tries, refused| {
         refused.held.coordinator.makes_room(&mut tries.room, refused.error, refused.progress)
     }),
-    ("names", lending::waits_for_names),
-    ("lending", lending::goes_on),
+    ("names", waits_for_names),
+    ("lending", waits_for_borrowers),
 ];
 
 /// The number of times that a pause begins, since processes have joined its tenant meanwhile.
 const JOINED_TRIES_MAX: u32 = 8;
+
+/// Does this leg ask who has memory of its members open?
+fn lends(leg: &Session<'_>) -> bool {
+    let asks = |index: &usize| leg.cast.shares(leg.round.scope(), *index);
+    leg.round.action() == Action::Pause && leg.members.iter().any(asks)
+}
+
+/// Is there time for one more try, if a pause was refused only because other tenants have memory open?
+fn waits_for_borrowers(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
+    let (options, error) = (&refused.held.coordinator.options, refused.error);
+    let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
+    let failures = error.failures();
+    let is_lent = !failures.is_empty() && failures.iter().all(is_lent) && error.left_unchanged();
+    tries.patience.tries += 1;
+    is_lent && options.consent.is_none() && Instant::now() < tries.patience.deadline(options)
+}
+
+/// Waits once, with nobody stopped, until those that were refused as nameless have names again, or had the time to make
+/// them, or it is called off.
+fn waits_for_names(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
+    let Refused { held, error, .. } = refused;
+    let options = &held.coordinator.options;
+    let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
+    let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
+    if tries.named || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
+        return false;
+    }
+    tries.named = true;
+    let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
+    let goes_on = || !options.is_called_off() && Instant::now() < deadline;
+    while !nameless.iter().all(|failure| held.dir.has_member(failure.who.member)) && goes_on() {
+        pause_thread(lending::REST_MAX);
+    }
+    true
+}
 
 #[cfg(test)]
 mod tests {

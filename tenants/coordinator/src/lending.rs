@@ -8,16 +8,12 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use super::Options;
 use super::cast::{Cast, OnFailure};
-use super::guards::{Refused, Tries};
+use super::options::Options;
 use super::report::{MemberFailure, Step};
-use super::session::{Session, Stop};
-use sublet_protocol::identity::TenantName;
-use sublet_protocol::references::Partner;
-use sublet_protocol::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
-use sublet_protocol::scope::Scope;
-use sublet_protocol::wire::{Action, AskLent, FailureKind, Lending, Lent, Wanted};
+use super::trouble::Stop;
+use sublet_protocol::wire::{AskLent, FailureKind, Lending, Lent, Wanted};
+use sublet_protocol::{identity::TenantName, references::Partner, scope::Scope};
 
 /// The time that a pause waits in all, unless its options say otherwise.
 const WAIT: Duration = Duration::from_secs(30);
@@ -29,67 +25,35 @@ const SHUT_SHARE: u32 = 4;
 const SHUT_MAX: Duration = Duration::from_millis(500);
 /// Between two looks.
 const REST_MIN: Duration = Duration::from_millis(1);
-const REST_MAX: Duration = Duration::from_millis(50);
+pub(super) const REST_MAX: Duration = Duration::from_millis(50);
 
-/// Does this leg ask who has memory of its members open? A pause does, if a member named a family when it was greeted, or
-/// others than the one whose pause by tag this is take part.
-pub(super) fn is_used(leg: &Session<'_>) -> bool {
-    let asks = |index: &usize| shares(&leg.cast, leg.round.scope(), *index);
-    leg.round.action() == Action::Pause && leg.members.iter().any(asks)
+/// The limits on a pause's waits for borrowers, over all its tries.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    pub(super) began: Instant,
+    /// The tries that ended since memory was lent.
+    pub(super) tries: u32,
 }
 
-/// Does this member share memory with others than those of the pause?
-fn shares(cast: &Cast<'_>, scope: &Scope, index: usize) -> bool {
-    let info = cast.peers.info(index);
-    info.is_some_and(|info| info.family.is_some() || !scope.is_about(info.id))
-}
+impl Patience {
+    /// The end of all tries.
+    pub(super) fn deadline(self, options: &Options) -> Instant {
+        self.began + options.timeout.unwrap_or(WAIT)
+    }
 
-/// The end of all tries.
-fn deadline(options: &Options, tries: &Tries) -> Instant {
-    tries.began + options.timeout.unwrap_or(WAIT)
-}
-
-/// The time for which this try lets all run. Tries that end immediately are many.
-fn look(options: &Options, tries: &Tries) -> Duration {
-    match options.consent {
-        // Applications that wait in a call of their own hear of the end of the first try: there is no other.
-        Some(_) => options.timeout.unwrap_or(WAIT),
-        None => LOOK.saturating_mul(1 << tries.lent.min(u32::BITS - 1)).min(WAIT),
+    /// The time for which this try lets all run. Tries that end immediately are many.
+    fn look(self, options: &Options) -> Duration {
+        match options.consent {
+            // Applications that wait in a call of their own hear of the end of the first try: there is no other.
+            Some(_) => options.timeout.unwrap_or(WAIT),
+            None => LOOK.saturating_mul(1 << self.tries.min(u32::BITS - 1)).min(WAIT),
+        }
     }
 }
 
 /// The time of that for which the gates are shut then.
 fn shut(look: Duration) -> Duration {
     (look / SHUT_SHARE).min(SHUT_MAX)
-}
-
-/// Is there time for one more try, if a pause was refused only because other tenants have memory open?
-pub(super) fn goes_on(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
-    let (options, error) = (&refused.held.coordinator.options, refused.error);
-    let is_lent = |failure: &MemberFailure| failure.failure.kind == FailureKind::Lent;
-    let failures = error.failures();
-    let is_lent = !failures.is_empty() && failures.iter().all(is_lent) && error.left_unchanged();
-    tries.lent += 1;
-    is_lent && options.consent.is_none() && Instant::now() < deadline(options, tries)
-}
-
-/// Waits once, with nobody stopped, until those that were refused as nameless have names again, or had the time to make
-/// them, or it is called off.
-pub(super) fn waits_for_names(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
-    let Refused { held, error, .. } = refused;
-    let options = &held.coordinator.options;
-    let is_nameless = |failure: &&MemberFailure| failure.failure.kind == FailureKind::Nameless;
-    let nameless: Vec<_> = error.failures().iter().filter(is_nameless).collect();
-    if tries.named || nameless.is_empty() || options.consent.is_some() || !error.left_unchanged() {
-        return false;
-    }
-    tries.named = true;
-    let deadline = Instant::now() + NAMES_AGAIN_WITHIN;
-    let goes_on = || !options.is_called_off() && Instant::now() < deadline;
-    while !nameless.iter().all(|failure| held.dir.has_member(failure.who.member)) && goes_on() {
-        pause_thread(REST_MAX);
-    }
-    true
 }
 
 /// The memory that some members of a tenant share with other processes.
@@ -107,15 +71,15 @@ impl<'s, 'a> Loans<'s, 'a> {
     }
 
     /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
-    pub(super) fn wait_while_all_run(&mut self, tries: &Tries) -> Result<(), Stop> {
-        let (options, end) = (self.cast.options, deadline(self.cast.options, tries));
-        let lent = self.lent_at((Instant::now() + look(options, tries)).min(end))?;
+    pub(super) fn wait_while_all_run(&mut self, patience: Patience) -> Result<(), Stop> {
+        let (options, end) = (self.cast.options, patience.deadline(self.cast.options));
+        let lent = self.lent_at((Instant::now() + patience.look(options)).min(end))?;
         if lent.is_empty() || Instant::now() < end { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
     /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
-    pub(super) fn wait_behind_gates(&mut self, tries: &Tries) -> Result<(), Stop> {
-        let lent = self.lent_at(Instant::now() + shut(look(self.cast.options, tries)))?;
+    pub(super) fn wait_behind_gates(&mut self, patience: Patience) -> Result<(), Stop> {
+        let lent = self.lent_at(Instant::now() + shut(patience.look(self.cast.options)))?;
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
@@ -131,16 +95,8 @@ impl<'s, 'a> Loans<'s, 'a> {
             if lent.is_empty() || left.is_zero() {
                 return Ok(lent);
             }
-            self.rest(rest.min(left));
+            self.cast.options.rest(rest.min(left));
             rest = (2 * rest).min(REST_MAX);
-        }
-    }
-
-    /// Waits for as long as `rest`, or until the pause is called off.
-    fn rest(&self, rest: Duration) {
-        match &self.cast.options.interrupt {
-            Some(interrupt) => interrupt.wait(rest),
-            None => pause_thread(rest),
         }
     }
 
@@ -159,7 +115,7 @@ impl<'s, 'a> Loans<'s, 'a> {
     /// share nothing but with the one whose pause by tag this is.
     fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let mut members = self.members.to_vec();
-        members.retain(|index| shares(self.cast, self.scope, *index));
+        members.retain(|index| self.cast.shares(self.scope, *index));
         self.ask(&members)
     }
 
@@ -272,17 +228,17 @@ mod tests {
     #[test]
     fn each_try_lets_all_run_longer_and_stops_them_for_a_moment_only() {
         let options = Options { timeout: Some(Duration::from_mins(1)), ..Options::default() };
-        let mut tries = Tries::default();
+        let mut patience = Patience { began: Instant::now(), tries: 0 };
         for _ in 0..8 {
-            let before = look(&options, &tries);
+            let before = patience.look(&options);
             assert!(shut(before) * SHUT_SHARE <= before && shut(before) <= SHUT_MAX);
-            tries.lent += 1;
-            assert_eq!(look(&options, &tries), 2 * before);
+            patience.tries += 1;
+            assert_eq!(patience.look(&options), 2 * before);
         }
-        assert!(Instant::now() < deadline(&options, &tries));
-        tries.lent = u32::MAX;
-        assert_eq!(look(&options, &tries), WAIT);
+        assert!(Instant::now() < patience.deadline(&options));
+        patience.tries = u32::MAX;
+        assert_eq!(patience.look(&options), WAIT);
         let over = Options { timeout: Some(Duration::ZERO), ..options };
-        assert!(Instant::now() >= deadline(&over, &tries));
+        assert!(Instant::now() >= patience.deadline(&over));
     }
 }

@@ -3,21 +3,19 @@
 //! devices have anything left to do.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use vmm_pool::ClassBytes;
 
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
+use super::figures::{DeviceShortage, Holder};
 use super::peers::{Peers, gone};
 use super::report::{MemberFailure, Step, TenantStats};
 use super::{Coordinator, Options, Trouble, budgets};
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::RunDir;
 use sublet_protocol::scope::Scope;
-use sublet_protocol::size::Size;
 use sublet_protocol::time::millis;
 use sublet_protocol::transport::is_stopped;
 use sublet_protocol::wire::{
@@ -145,76 +143,6 @@ pub(super) fn resident_bytes(
 
 /// For the answers of other tenants' processes: they are only asked who holds what.
 const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// A device that cannot hold what a tenant had there.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct DeviceShortage {
-    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
-    pub uuid: String,
-    /// Bytes that all processes of the tenant need there.
-    pub needed_bytes: u64,
-    /// Bytes that are free.
-    pub free_bytes: u64,
-    /// All bytes of the device.
-    pub total_bytes: u64,
-    /// Tenants with memory there, largest first; this one too, where a pause left some in place.
-    pub holders: Vec<Holder>,
-    /// The bytes that are neither free nor any tenant's: contexts, and processes that do not run under Sublet.
-    pub outside_bytes: u64,
-}
-
-/// A tenant that has memory on a device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Holder {
-    /// Its name.
-    pub tenant: String,
-    /// Does it run? A paused tenant can hold memory that a pause leaves in place.
-    pub active: bool,
-    /// The bytes that the tenant has there.
-    pub bytes: u64,
-    /// Of these, what a pause of it gives back.
-    pub gives_bytes: u64,
-}
-
-impl DeviceShortage {
-    /// Returns the bytes that must become free in addition.
-    pub fn missing_bytes(&self) -> u64 {
-        self.needed_bytes.saturating_sub(self.free_bytes)
-    }
-
-    /// Would it fit if all other tenants made way?
-    pub fn others_could_give_it(&self) -> bool {
-        let gives = self.holders.iter().map(|holder| holder.gives_bytes);
-        gives.fold(0, u64::saturating_add) >= self.missing_bytes()
-    }
-}
-
-impl fmt::Display for DeviceShortage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { uuid, needed_bytes, free_bytes, total_bytes, outside_bytes, .. } = self;
-        let [free, needed, missing, outside] =
-            [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
-        if needed_bytes > total_bytes {
-            let total = Size(*total_bytes);
-            return write!(
-                f,
-                "{uuid} has {total} in all and {needed} are needed: end some of the tenant's processes (`sublet ps -v` lists them)"
-            );
-        }
-        write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
-        let holders = self.holders.iter().map(|Holder { tenant, active, bytes, .. }| {
-            let state = if *active { "active" } else { "paused" };
-            format!("tenant '{tenant}' holds {} ({state})", Size(*bytes))
-        });
-        let mut holders: Vec<_> = holders.collect();
-        if *outside_bytes > 0 || holders.is_empty() {
-            holders.push(format!("{outside} are outside Sublet"));
-        }
-        f.write_str(&holders.join(", "))
-    }
-}
 
 /// The devices on which the needs of all members together exceed what is free. Members that released last
 /// saw most of it free.

@@ -6,19 +6,18 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::Schedule;
 
-use super::Options;
+use super::agreement::moving_time;
 use super::conversation::Wait;
 use super::exchange::{Exchange, Move};
+use super::options::Options;
 use super::peers::{Answer, Peers};
 use super::report::{Event, MemberFailure, StageSummary, Step};
 use super::round::Round;
-use super::session::{Session, Stop};
+use super::session::Session;
+use super::trouble::Stop;
 use sublet_protocol::phase::Told;
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{Phase, PhaseReport, TakePhase, Window};
-
-/// The slowest speed of a stage, or of a step of spilling, in bytes a second: disks are that slow.
-pub(super) const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
 /// One of the two tenants. The exchange counts its processes that take part from 0.
 struct Side<'s, 'a> {
@@ -234,11 +233,6 @@ fn send(
     if let Err(failure) = leaving.send(member, &Ordered { phase, window, rest }, bytes) {
         lose(leaving, plan, member, failure);
     }
-}
-
-/// Returns the time that `bytes` take to move at the slowest.
-pub(super) fn moving_time(bytes: u64) -> Duration {
-    Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }
 
 /// By what all of it takes, `bytes`: one that has less to move than others waits for them between its orders, for as long as

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 use nix::unistd::geteuid;
 
-use super::Interrupt;
 use super::conversation::{Inquiry, Next, Wait};
+use super::interrupt::Interrupt;
 pub(super) use super::report::Question;
 use super::report::{MemberFailure, Step, Who};
 use sublet_protocol::identity::MemberId;

@@ -14,7 +14,6 @@ use super::peers::Peers;
 use super::report::{MemberFailure, Who};
 use super::{Coordinator, Trouble};
 use sublet_protocol::host_memory::shortage;
-use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{HostProgress, HostStage, HostStep};
 
@@ -100,10 +99,7 @@ impl Coordinator {
             if members.is_empty() || left.is_zero() {
                 break processes;
             }
-            match interrupt {
-                Some(interrupt) => interrupt.wait(left),
-                None => pause_thread(left),
-            }
+            self.options.rest(left);
             step = HostStep::Look;
         };
         Ok(PrepareReport {

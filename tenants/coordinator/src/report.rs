@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 use vmm_pool::{KeptBytes, PinnedBytes};
 
-use super::budgets::GpuBudget;
+use super::figures::GpuBudget;
 use sublet_protocol::cut::Laggard;
 use sublet_protocol::identity::{MemberId, TenantName};
 use sublet_protocol::phase::Stage;

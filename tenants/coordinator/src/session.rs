@@ -17,11 +17,12 @@ use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Outcome, Report, Step};
 use super::round::Round;
 use super::stepping::Gated;
-use super::{Held, Options, Trouble};
+use super::trouble::{Stop, Trouble};
+use super::{Held, Options};
 use sublet_protocol::run_dir::{CoordinatorLock, RunDirError};
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{Action, AwaitConsent, Drain, FailureKind, GiveUp, Phase, PhaseReport};
-use sublet_protocol::{host_memory::HostShortage, phase::Stage, scope::Scope};
+use sublet_protocol::{phase::Stage, scope::Scope};
 
 /// The time for a member to hear that its wait is in vain.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -40,55 +41,6 @@ pub(super) struct Session<'a> {
     began: Instant,
 }
 
-/// Why an action ends before its point of no return.
-pub(super) enum Stop {
-    Failed(Vec<MemberFailure>),
-    /// The members need more host memory than this limit leaves.
-    HostShort(Box<HostShortage>, MemberFailure),
-    CalledOff,
-    /// Processes have joined since the members were listed.
-    Joined,
-    /// See [`RunDirError::LockGone`].
-    LockGone,
-}
-
-impl From<Vec<MemberFailure>> for Stop {
-    fn from(failures: Vec<MemberFailure>) -> Self {
-        Self::Failed(failures)
-    }
-}
-
-impl Stop {
-    /// The failures that it is about.
-    fn failures(&self) -> Vec<MemberFailure> {
-        match self {
-            Self::Failed(failures) => failures.clone(),
-            Self::HostShort(_, failure) => vec![failure.clone()],
-            Self::CalledOff | Self::Joined | Self::LockGone => Vec::new(),
-        }
-    }
-
-    fn host_shortage(self) -> Option<Box<HostShortage>> {
-        if let Self::HostShort(short, _) = self { Some(short) } else { None }
-    }
-
-    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
-    fn naming(mut self, absent: &[String]) -> Self {
-        let in_vain = |failure: &&mut MemberFailure| {
-            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
-        };
-        if let Self::Failed(failures) = &mut self
-            && let Some(first) = failures.iter_mut().find(in_vain)
-        {
-            for sentence in absent {
-                first.failure.message.push_str("; ");
-                first.failure.message.push_str(sentence);
-            }
-        }
-        self
-    }
-}
-
 impl<'a> Session<'a> {
     /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
     pub(super) fn open(
@@ -99,7 +51,7 @@ impl<'a> Session<'a> {
     ) -> Result<Self, Trouble> {
         let began = Instant::now();
         let mut round = Round::new(options, action);
-        let mut cast = Cast::open(held, options, action, progress)?;
+        let mut cast = Cast::open((&held.dir, &held.lock), options, action, progress)?;
         cast.recover(&round)?;
         let members = round.members(&mut cast)?;
         let mut report = Report::new(held.dir.tenant(), action);

@@ -13,9 +13,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::agreement::moving_time;
 use super::cast::Everybody;
 use super::conversation::{Inquiry, Next};
-use super::overlap::SLOWEST_BYTES_PER_SECOND;
 use super::peers::Peers;
 use super::report::{Event, Step};
 use super::{Coordinator, Trouble};
@@ -68,7 +68,7 @@ impl Coordinator {
     /// pause lacks. True when some was given, and the same pause may succeed now.
     pub(super) fn makes_room(
         &self,
-        room: &mut Room,
+        room: &mut Option<Room>,
         error: &Trouble,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool {
@@ -77,14 +77,14 @@ impl Coordinator {
         // it has failed.
         let may_help = error.left_unchanged() && self.options.consent.is_none();
         let Some(short) = short.filter(|_| may_help) else { return false };
+        let room = room.get_or_insert_default();
         room.tries += 1;
         if room.tries > TRIES_MAX || self.options.is_called_off() {
             return false;
         }
         // What is given back is host memory of which a tenth stays free.
         let asked = short.missing_bytes().div_ceil(9).saturating_mul(10);
-        let slowest = Duration::from_secs(asked / SLOWEST_BYTES_PER_SECOND);
-        let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + slowest);
+        let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + moving_time(asked));
         let names = self.run_dir.live_tenants().unwrap_or_default();
         let others = names.into_iter().filter(|name| *name != self.tenant).filter_map(|tenant| {
             let other = Self::new(self.run_dir.clone(), tenant, self.options.clone());

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::cast::Cast;
 use super::report::{DrainSummary, Event, MemberFailure, Step};
-use super::session::Stop;
+use super::trouble::Stop;
 use sublet_protocol::cut::Limits;
 use sublet_protocol::cut::plan::{Pace, Plan};
 use sublet_protocol::stepping::{Activity, Calls, Decision, StepOrder, Stepper, not_idle};

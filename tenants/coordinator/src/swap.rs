@@ -18,13 +18,12 @@ use super::needs::{needs_of_each, resident_bytes, short_devices};
 use super::overlap::exchange;
 use super::report::{Event, MemberFailure, Outcome, Step, Swap};
 use super::round::refuse_standing;
-use super::session::{Session, Stop};
+use super::session::Session;
+use super::trouble::Stop;
 use super::{Coordinator, Held, Options, Trouble, attempt};
 use sublet_protocol::identity::TenantName;
-use sublet_protocol::run_dir::pause_thread;
-use sublet_protocol::scope::Scope;
-use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Action, DeviceDelta, FailureKind, Phase};
+use sublet_protocol::{run_dir::pause_thread, scope::Scope, time::micros};
 
 /// The time for which a first tenant that is to come back waits for room that the second has kept.
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);

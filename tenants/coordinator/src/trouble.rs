@@ -4,16 +4,14 @@ mod words;
 
 use std::path::PathBuf;
 
-use super::{DeviceShortage, MemberFailure};
-use sublet_protocol::code::Code;
-use sublet_protocol::error_text::chain;
+use super::{figures::DeviceShortage, report::MemberFailure};
 use sublet_protocol::host_memory::HostShortage;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::RunDirError;
 use sublet_protocol::saving::SaveDirError;
-use sublet_protocol::scope::Scope;
 use sublet_protocol::transport::TransportError;
 use sublet_protocol::wire::{Action, FailureKind};
+use sublet_protocol::{code::Code, error_text::chain, scope::Scope};
 
 pub(crate) use words::silence;
 use words::{
@@ -445,5 +443,54 @@ impl From<&Trouble> for Code {
                 why.or_else(|| kinds().next()).map_or(Self::Other, Self::from)
             }
         }
+    }
+}
+
+/// Why an action ends before its point of no return.
+pub(super) enum Stop {
+    Failed(Vec<MemberFailure>),
+    /// The members need more host memory than this limit leaves.
+    HostShort(Box<HostShortage>, MemberFailure),
+    CalledOff,
+    /// Processes have joined since the members were listed.
+    Joined,
+    /// See [`RunDirError::LockGone`].
+    LockGone,
+}
+
+impl From<Vec<MemberFailure>> for Stop {
+    fn from(failures: Vec<MemberFailure>) -> Self {
+        Self::Failed(failures)
+    }
+}
+
+impl Stop {
+    /// The failures that it is about.
+    pub(super) fn failures(&self) -> Vec<MemberFailure> {
+        match self {
+            Self::Failed(failures) => failures.clone(),
+            Self::HostShort(_, failure) => vec![failure.clone()],
+            Self::CalledOff | Self::Joined | Self::LockGone => Vec::new(),
+        }
+    }
+
+    pub(super) fn host_shortage(self) -> Option<Box<HostShortage>> {
+        if let Self::HostShort(short, _) = self { Some(short) } else { None }
+    }
+
+    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
+    pub(super) fn naming(mut self, absent: &[String]) -> Self {
+        let in_vain = |failure: &&mut MemberFailure| {
+            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
+        };
+        if let Self::Failed(failures) = &mut self
+            && let Some(first) = failures.iter_mut().find(in_vain)
+        {
+            for sentence in absent {
+                first.failure.message.push_str("; ");
+                first.failure.message.push_str(sentence);
+            }
+        }
+        self
     }
 }

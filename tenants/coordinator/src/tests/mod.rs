@@ -26,7 +26,8 @@ use script::{AtTheGate, Deed, Fault, GIB, RELEASE_WINDOW, RESTORE_WINDOW, Script
 
 use super::*;
 use sublet_protocol::identity::MemberId;
-use sublet_protocol::wire::{FailureKind, MemberState, Reply, Request, TakePhase, Told};
+use sublet_protocol::scope::Scope;
+use sublet_protocol::wire::{FailureKind, MemberState, Phase, Reply, Request, TakePhase, Told};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Trouble;
-use crate::{DeviceShortage, MemberFailure};
+use crate::{figures::DeviceShortage, report::MemberFailure};
 use sublet_protocol::error_text::chain;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::transport::{command_of, is_stopped};
