@@ -4,15 +4,13 @@ mod leading;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
-use nix::errno::Errno;
-use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags};
 use vmm_pool::Keeper;
 use vmm_pool::driver::Driver;
@@ -23,15 +21,14 @@ use super::executor::{self, Done, Job, NOBODY, Work};
 use super::failures::PID;
 use super::neighbours::Given;
 use super::sharing::HandedOut;
+use super::signals::Wakeups;
 use super::{AGENT_TIMEOUT, Member};
-use sublet_protocol::descriptors::Reserve;
-use sublet_protocol::host_memory::Pressure;
-use sublet_protocol::run_dir::NAME_LOOK_EVERY;
 use sublet_protocol::transport::{Listener, TransportError, poll_until};
 use sublet_protocol::wire::{
     Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStep, LookIdle, Needs, Order,
     Phase, Reply, Request, TakePhase, Withdraw,
 };
+use sublet_protocol::{descriptors::Reserve, host_memory::Pressure, run_dir::NAME_LOOK_EVERY};
 
 /// No request waits longer than this, whatever it says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
@@ -45,33 +42,6 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 /// The longest silence of a coordinator after all members had to be done with its last request. A coordinator waits for
 /// none of them longer than its margin for answers, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
-
-/// Wakes the agent from any thread.
-#[derive(Clone, Debug)]
-pub(super) struct Waker(Arc<OwnedFd>);
-
-/// The agent's end.
-#[derive(Debug)]
-pub(super) struct Wakeups(OwnedFd);
-
-pub(super) fn wake_pair() -> io::Result<(Waker, Wakeups)> {
-    let (read, write) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-    Ok((Waker(Arc::new(write)), Wakeups(read)))
-}
-
-impl Waker {
-    pub(super) fn wake(&self) {
-        // A full pipe wakes as well as one byte more would.
-        let _woken = nix::unistd::write(&*self.0, &[1]);
-    }
-}
-
-impl Wakeups {
-    fn clear(&self) {
-        let mut bytes = [0; 64];
-        while let Ok(1..) | Err(Errno::EINTR) = nix::unistd::read(&self.0, &mut bytes) {}
-    }
-}
 
 struct Waiter {
     connection: u64,

@@ -11,7 +11,7 @@ use std::time::Instant;
 use crossbeam_channel::{Receiver, Sender};
 use vmm_pool::sync::lock;
 
-use super::agent::Waker;
+use super::signals::Waker;
 use sublet_protocol::wire::Action;
 
 /// The end of [`Asking::wait_for`].

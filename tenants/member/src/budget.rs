@@ -14,7 +14,7 @@ use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
 use vmm_pool::sync::lock;
 
 use super::failures::PID;
-use super::{Notes, Presence};
+use super::{notes::Notes, presence::Presence};
 use sublet_protocol::error_text::chain;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::{self, BudgetFile, RunDirError};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use vmm_pool::driver::{DeviceOrdinal, PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
 
-use super::Captures;
+use super::captures::Captures;
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::checkpoints::Checkpointer;
 use sublet_protocol::class::TurnSettings;

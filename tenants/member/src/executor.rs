@@ -23,7 +23,7 @@ use vmm_pool::{Keeper, Pool, UninheritedFd};
 
 use super::failures::{failed_inside, frozen};
 use super::progress::Progress;
-use super::{Lifecycle, Member};
+use super::{Member, lifecycle::Lifecycle};
 use saving::Saving;
 use sublet_protocol::phase::{Action, Stage};
 use sublet_protocol::scope::Scope;
@@ -207,40 +207,6 @@ impl<D: Driver> Executor<D> {
                 return None;
             }
         })
-    }
-}
-
-/// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
-#[derive(Debug)]
-pub(super) struct CallingOff {
-    raise: Sender<()>,
-    raised: Receiver<()>,
-}
-
-impl Default for CallingOff {
-    fn default() -> Self {
-        let (raise, raised) = crossbeam_channel::unbounded();
-        Self { raise, raised }
-    }
-}
-
-impl CallingOff {
-    pub(super) fn raise(&self) {
-        // Both ends live as long as this does.
-        let _sent = self.raise.send(());
-    }
-
-    pub(super) fn lower(&self) {
-        while self.raised.try_recv().is_ok() {}
-    }
-
-    pub(super) fn is_raised(&self) -> bool {
-        !self.raised.is_empty()
-    }
-
-    /// For waiting on it together with something else, without taking what is in it.
-    pub(super) fn receiver(&self) -> &Receiver<()> {
-        &self.raised
     }
 }
 

@@ -6,7 +6,7 @@ use vmm_pool::driver::{DriverCode, DriverOp};
 use vmm_pool::gate::WaitingCall;
 use vmm_pool::{DrainError, PoolError};
 
-use super::ImportError;
+use super::sharing::ImportError;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::stepping::{HeldCall, at_work, not_idle};
 use sublet_protocol::wire::{Failure, FailureKind, Phase};

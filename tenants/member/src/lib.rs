@@ -29,15 +29,15 @@ mod presence;
 mod progress;
 mod rounds;
 mod sharing;
+mod signals;
 #[cfg(test)]
 mod tests;
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use vmm_pool::driver::Driver;
-use vmm_pool::sync::lock;
 use vmm_pool::{HostBudget, Pool, Selection, TagTotals, Whose};
+use vmm_pool::{driver::Driver, gate::Gate, sync::lock};
 
 pub use asking::{Asking, AskingThread, Turn, Waited};
 pub use budget::Counting;
@@ -49,15 +49,13 @@ pub use notes::Notes;
 pub use presence::Presence;
 pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 
-use agent::Waker;
-use executor::CallingOff;
 use idle::Idle;
 use phase_log::{LoggedPhases, PhaseLog};
 use prefault::Prefault;
 use rounds::Rounds;
+use signals::{CallingOff, Waker};
 use sublet_protocol::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
 use sublet_protocol::{cut::Cut, descriptors::DescriptorLimit, host_memory::budget, region};
-use vmm_pool::gate::Gate;
 
 /// One process's part in its tenant. Shared by all its threads.
 #[derive(Debug)]
@@ -92,7 +90,7 @@ impl<D: Driver> Member<D> {
         let system = |what| move |source| JoinError::System { what, source };
         let (presence, listener) = Presence::begin(config)?;
         let (presence, notes) = (Arc::new(presence), Arc::<Notes>::default());
-        let (waker, wakeups) = agent::wake_pair().map_err(system("a pipe"))?;
+        let (waker, wakeups) = signals::wake_pair().map_err(system("a pipe"))?;
         let lifecycle = Arc::new(Lifecycle::new(presence.tenant().clone(), waker.clone()));
         let config = presence.config();
         let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);

@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::sync::lock;
 
-use super::agent::Waker;
 use super::failures::{PID, faulted, wrong_state};
-use sublet_protocol::identity::TenantName;
-use sublet_protocol::scope::TagNames;
+use super::signals::Waker;
 use sublet_protocol::state::{self, Event, InvalidTransition, MemberState};
 use sublet_protocol::wire::Failure;
+use sublet_protocol::{identity::TenantName, scope::TagNames};
 
 /// See the head of this module.
 #[derive(Debug)]

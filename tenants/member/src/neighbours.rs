@@ -6,9 +6,9 @@ use std::io::{self, ErrorKind};
 use nix::errno::Errno;
 use nix::unistd::geteuid;
 
-use super::Presence;
 use super::clients::Client;
 use super::failures::PID;
+use super::presence::Presence;
 use sublet_protocol::identity::{MemberId, TenantName};
 use sublet_protocol::run_dir::TenantDir;
 use sublet_protocol::transport::{Connection, Peer};

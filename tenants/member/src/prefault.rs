@@ -14,8 +14,8 @@ use vmm_pool::driver::{Driver, DriverOp};
 use vmm_pool::sync::lock;
 use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, threads};
 
-use super::Presence;
 use super::failures::{PID, pool_failure};
+use super::presence::Presence;
 use sublet_protocol::host_memory::{HostFigure, HostNeed, LimitKind};
 use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::time::micros;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::sync::lock;
 
-use super::{JoinError, MemberConfig};
+use super::config::{JoinError, MemberConfig};
 use sublet_protocol::identity::{FamilyName, MemberId, TenantName};
 use sublet_protocol::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use sublet_protocol::transport::Listener;

@@ -20,7 +20,7 @@ pub use lending::IPC_LIBRARY;
 use lending::KnownBorrower;
 use sharers::Sharers;
 
-use super::{Lifecycle, Presence};
+use super::{lifecycle::Lifecycle, presence::Presence};
 use sublet_protocol::identity::MemberId;
 
 /// See the head of this module.

@@ -14,8 +14,8 @@ use vmm_pool::{
 };
 
 use super::Sharing;
-use crate::executor::CallingOff;
 use crate::presence::NAMES_AGAIN_AFTER;
+use crate::signals::CallingOff;
 use sublet_protocol::descriptors::free_descriptors;
 use sublet_protocol::identity::MemberId;
 use sublet_protocol::ticket::{self, Ticket};

@@ -11,7 +11,7 @@ use vmm_pool::sync::lock;
 use vmm_pool::{LostImports, PeerId, Pool};
 
 use super::Missing;
-use crate::{Notes, Presence};
+use crate::{notes::Notes, presence::Presence};
 use sublet_protocol::identity::{MemberId, TenantName};
 use sublet_protocol::references::Partner;
 use sublet_protocol::transport::{Connection, TransportError, Watched, command_of, has_ended};
