@@ -1,32 +1,15 @@
-//! Tenants: identity, the agent in each process, and the protocol that pauses and resumes them together.
+//! Tenants: the processes of a job, which pause and resume together. One name for what its crates have, for those that use
+//! them: [`member`] is a process's part, [`coordinator`] leads all processes, and they meet by what `sublet-protocol` says.
 
 #![forbid(unsafe_code)]
 
-pub mod budget;
-pub mod checkpoints;
-pub mod class;
-pub mod code;
-pub mod coordinator;
-mod descriptors;
-pub mod error_text;
-pub mod family;
-pub mod host_memory;
-pub mod identity;
-pub mod member;
-pub mod numa;
-pub mod phase;
-pub mod references;
-pub mod region;
 pub mod requests;
-pub mod run_dir;
-pub mod saving;
-pub mod scope;
 pub mod settings;
-pub mod size;
-pub mod state;
-pub mod ticket;
-pub mod time;
-pub mod transport;
-pub mod wire;
 
-pub use sublet_cut::{self as cut, stepping};
+pub use sublet_coordinator as coordinator;
+pub use sublet_member as member;
+pub use sublet_protocol::{
+    budget, checkpoints, class, code, cut, descriptors, error_text, family, host_memory, identity,
+    numa, phase, references, region, run_dir, saving, scope, size, state, stepping, ticket, time,
+    transport, wire,
+};

@@ -10,8 +10,8 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use tenants::checkpoints::by_command;
-use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState};
+use sublet_deep as by_command;
+use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState, unavailable};
 use vmm_pool::driver::DriverCode;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -53,10 +53,6 @@ struct Functions {
     restore: Act,
     unlock: Act,
     _library: libloading::Library,
-}
-
-fn unavailable(reason: String) -> CheckpointError {
-    CheckpointError::Unavailable { reason }
 }
 
 fn coded(call: &'static str, code: c_int) -> Result<(), CheckpointError> {

@@ -150,16 +150,11 @@ fn dry(run_dir: &RunDir, tenant: &TenantName) -> Result<Switched, Trouble> {
     let decisions = decide(&scene, &history, now_us());
     let decision = decisions[index].clone();
     let had_them = scene.tenants.get(tenant).is_some_and(|standing| standing.is_active);
-    match decision.verdict {
-        Verdict::Go(victims) => {
-            let (reasons, changes) = (decision.reasons, Vec::new());
-            Ok(Switched { had_them, victims, reasons, changes, unrecorded: None })
-        }
-        Verdict::Sink(sinks) => {
-            let (reasons, changes) = (decision.reasons, Vec::new());
-            Ok(Switched { had_them, victims: vec![sinks], reasons, changes, unrecorded: None })
-        }
-        Verdict::Wait(_) => Err(busy(tenant, &decision.reasons)),
-        Verdict::Never => Err(fits_nowhere(tenant, &scene, &decision.reasons)),
-    }
+    let victims = match decision.verdict {
+        Verdict::Go(victims) => victims,
+        Verdict::Sink(sinks) => vec![sinks],
+        Verdict::Wait(_) => return Err(busy(tenant, &decision.reasons)),
+        Verdict::Never => return Err(fits_nowhere(tenant, &scene, &decision.reasons)),
+    };
+    Ok(Switched { had_them, victims, reasons: decision.reasons, changes: vec![], unrecorded: None })
 }

@@ -29,10 +29,9 @@ const ORDERS: [Order; 3] = [
             deferred waits store copies ledger slabs pool cells prefault saved transition paging",
     },
     Order {
-        folder: "tenants/src",
+        folder: "tenants/protocol/src",
         modules: "lib error_text code descriptors size time identity family class region references \
-            host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints member \
-            coordinator requests settings",
+            host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints",
     },
     Order {
         folder: "ffi/src",

@@ -1,0 +1,240 @@
+//! The decision that all processes of a pause go by once each is drained: which shared memory stays on its device, which copies of earlier
+//! pauses stay in host memory, and whether memory is given back while the rest is still saved.
+
+use std::time::{Duration, Instant};
+
+use vmm_pool::{Copies, HostDemand, Schedule};
+
+use super::cast::Cast;
+use super::peers::{Peers, Reached, reach};
+use super::report::{MemberFailure, Step, Who};
+use super::round::Round;
+use super::trouble::Stop;
+use sublet_protocol::host_memory;
+use sublet_protocol::identity::MemberId;
+use sublet_protocol::references::{Partner, References, Stay, decide, missing};
+use sublet_protocol::run_dir::MemberSocket;
+use sublet_protocol::transport::is_stopped;
+use sublet_protocol::wire::{Drained, FailureKind, Phase};
+
+/// The decision that all processes of a pause go by, behind [`Phase::Drain`].
+#[derive(Default)]
+pub(super) struct Agreed {
+    /// Shared memory that this pause leaves where it is.
+    pub(super) stays: Vec<Stay>,
+    /// Copies of earlier pauses that all processes have room for in host memory.
+    pub(super) copies: Copies,
+    /// When they save.
+    pub(super) schedule: Schedule,
+    /// Saving behind the point of no return, in one stage, takes so long at the slowest.
+    pub(super) saving: Option<Duration>,
+}
+
+impl Agreed {
+    /// Decides for members that have said this when they were drained. They hold still since, and hand nothing out.
+    pub(super) fn of(
+        cast: &Cast<'_>,
+        round: &Round<'_>,
+        drained: &[(usize, Drained)],
+    ) -> Result<Self, Stop> {
+        refuse_host_shortage(&cast.peers, drained)?;
+        let needs: Vec<_> = drained.iter().map(|(_, said)| &said.host).collect();
+        let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
+        let copies = host_memory::copies_with_room(&needs);
+        let is_early = cast.options.releases_early || pays(&demands, copies);
+        let (schedule, saving) = if round.overlaps() {
+            (Schedule::SaveMeanwhile, None)
+        } else if is_early {
+            (Schedule::SaveMeanwhile, Some(saving_time(&demands)))
+        } else {
+            (Schedule::SaveFirst, None)
+        };
+        Ok(Self { stays: agree_on_shared(cast, round, drained)?, copies, schedule, saving })
+    }
+}
+
+/// Refuses where the members need more host memory together than there is: the one that needs most is named.
+fn refuse_host_shortage(peers: &Peers, drained: &[(usize, Drained)]) -> Result<(), Stop> {
+    let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
+    let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
+    let (Some(short), Some((most, _))) = (short, most) else { return Ok(()) };
+    let step = Step::Phase(Phase::Prepare);
+    let kind = FailureKind::OutOfHostMemory;
+    let failure = MemberFailure::new(peers.who(*most), step, kind, short.to_string());
+    Err(Stop::HostShort(Box::new(short), failure))
+}
+
+/// The decision about shared memory, over what the members have said.
+fn agree_on_shared(
+    cast: &Cast<'_>,
+    round: &Round<'_>,
+    drained: &[(usize, Drained)],
+) -> Result<Vec<Stay>, Stop> {
+    let said = drained.iter().map(|(index, said)| (cast.peers.who(*index), &said.references));
+    let said: Vec<(Who, &References)> = said.collect();
+    let refused = |who, kind, why| {
+        let failure = MemberFailure::new(who, Step::Phase(Phase::Drain), kind, why);
+        Err(Stop::Failed(vec![failure]))
+    };
+    // The agents said at the shut gates that nothing is lent, and lend nothing since.
+    if let Some((who, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
+        let why = "a process of another tenant has some of this memory open still";
+        return refused(*who, FailureKind::Lent, why);
+    }
+    if round.acts_alone() {
+        let Some((who, _)) = said.iter().find(|(_, references)| references.shares_scope) else {
+            return Ok(Vec::new());
+        };
+        let why = "other processes hold some of this memory, or may come for it: pause it in all of them \
+                   together";
+        return refused(*who, FailureKind::Shared, why);
+    }
+    // Before this moment a newcomer may have been given memory that nobody here would count.
+    let deadline = Instant::now() + cast.options.contact_timeout;
+    let lives = |socket: &MemberSocket| !matches!(reach(socket, deadline), Ok(Reached::Dead));
+    if cast.newcomers().iter().any(lives) {
+        return Err(Stop::Joined);
+    }
+    refuse_missing(&cast.peers, said.iter().flat_map(|(_, references)| &references.partners))?;
+    let said: Vec<(MemberId, &References)> =
+        said.into_iter().map(|(who, references)| (who.member, references)).collect();
+    let mut bystanders = cast.peers.names();
+    for (member, _) in &said {
+        bystanders.remove(member);
+    }
+    Ok(decide(&said, &bystanders))
+}
+
+/// Refuses where one that shares memory with others is not among those that were found.
+pub(super) fn refuse_missing<'p>(
+    peers: &Peers,
+    partners: impl Iterator<Item = &'p Partner>,
+) -> Result<(), Vec<MemberFailure>> {
+    let missing = missing(partners.copied(), &peers.names());
+    let missing: Vec<_> = missing.into_iter().map(not_found).collect();
+    if missing.is_empty() { Ok(()) } else { Err(missing) }
+}
+
+/// The failure of one that shares memory with others, and that has no name for the moment.
+fn not_found(partner: Partner) -> MemberFailure {
+    let Partner { member, pid } = partner;
+    let way_on = match pid {
+        Some(pid) if is_stopped(pid) => {
+            format!("it is stopped (SIGSTOP): continue it (kill -CONT {pid}) or end it")
+        }
+        Some(pid) => format!("try again, or end it (kill {pid})"),
+        None => "try again, or end it".to_owned(),
+    };
+    // Of a process whose id is not known nobody can say whether it lives.
+    let lives = if pid.is_some() { "it lives" } else { "it may live" };
+    let message = format!(
+        "{lives} and shares memory with others, and its socket in the run directory is gone: {way_on}"
+    );
+    MemberFailure::new(Who { pid, member }, Step::Hello, FailureKind::Nameless, message)
+}
+
+// When memory is given back while the rest is still saved.
+//
+// What a pause gives back the driver clears in the background, and copies to the device share it with that. So a resume right
+// after a pause is slower, unless the clearing ran while the pause still copied. The price is that the pause cannot be called
+// off any more from its first release on. So it is done only if host memory is there already, and enough is copied.
+
+/// From which on it is worth while, for one process at least, in bytes: giving back what one copies in 20 ms takes the driver
+/// under 1 ms, and clearing it some 4.
+const COPIED_BYTES_MIN: u64 = 1 << 30;
+
+/// The least ratio of copied bytes to missing host memory at which making that memory first pays. At a lower ratio a
+/// pause makes it during its copies.
+const GROWTH_SHARE: u64 = 16;
+
+/// The slowest speed of a stage, or of a step of spilling, in bytes a second: disks are that slow.
+const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
+
+/// Returns the time that `bytes` take to move at the slowest.
+pub(super) fn moving_time(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
+}
+
+/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
+const SLOWEST_TO_MEMORY: u64 = 512 << 20;
+
+/// Does it pay for a pause to give memory back while the rest is still saved, of processes that have said this when they were
+/// drained? It does if that is quicker, and nothing but the link is between a process and its host memory: some process copies a
+/// GiB, most of the host memory for all is there, and nothing goes to a file.
+fn pays(drained: &[HostDemand], copies: Copies) -> bool {
+    let copied_bytes = || drained.iter().map(|demand| demand.copying.to_memory_bytes);
+    let growth = drained.iter().map(|demand| demand.grow_bytes_with(copies));
+    let growth_bytes = growth.fold(0, u64::saturating_add);
+    let all_bytes = copied_bytes().fold(0, u64::saturating_add);
+    copied_bytes().any(|bytes| bytes >= COPIED_BYTES_MIN)
+        && growth_bytes <= all_bytes / GROWTH_SHARE
+        && drained.iter().all(|demand| demand.copying.to_file_bytes == 0)
+}
+
+/// Returns the time that saving takes at the slowest. `drained` is what the processes said when they were drained.
+/// Files of all may lie on one disk.
+fn saving_time(drained: &[HostDemand]) -> Duration {
+    let copying = || drained.iter().map(|demand| demand.copying);
+    let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
+    let to_files = copying().map(|copying| copying.to_file_bytes).fold(0, u64::saturating_add);
+    Duration::from_secs(to_memory / SLOWEST_TO_MEMORY) + moving_time(to_files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_pool::Copying;
+
+    const MIB: u64 = 1 << 20;
+    const MANY: u64 = 2048 * MIB;
+
+    /// It copies `copied_bytes`, for which it takes `growth_bytes` of host memory.
+    fn drained(copied_bytes: u64, growth_bytes: u64) -> HostDemand {
+        HostDemand {
+            saved_bytes: copied_bytes,
+            copying: Copying { to_memory_bytes: copied_bytes, ..Copying::default() },
+            held_bytes: copied_bytes.saturating_sub(growth_bytes),
+            grow_bytes: growth_bytes,
+            grow_with_needed_bytes: growth_bytes,
+            grow_with_all_bytes: growth_bytes + MANY,
+        }
+    }
+
+    fn filed(to_file_bytes: u64) -> HostDemand {
+        let copying = Copying { to_file_bytes, ..Copying::default() };
+        HostDemand { copying, ..HostDemand::default() }
+    }
+
+    fn pays(drained: &[HostDemand]) -> bool {
+        super::pays(drained, Copies::Needed)
+    }
+
+    #[test]
+    fn it_pays_where_one_process_copies_much_and_the_rest_does_not_matter() {
+        assert!(pays(&[drained(MANY, 0)]));
+        assert!(pays(&[drained(0, 0), drained(MANY, 0), HostDemand::default()]));
+        assert!(!pays(&[]));
+        assert!(!pays(&[drained(COPIED_BYTES_MIN - 1, 0), drained(COPIED_BYTES_MIN - 1, 0)]));
+    }
+
+    #[test]
+    fn host_memory_is_made_beside_the_copies_where_there_is_much_to_make() {
+        assert!(pays(&[drained(MANY, MANY / 16)]));
+        assert!(!pays(&[drained(MANY, MANY / 16 + 1)]));
+        assert!(!pays(&[drained(MANY, 0), drained(MANY / 4, MANY / 4)]));
+        let said = drained(MANY, 0);
+        assert!(!super::pays(&[said], Copies::All), "all copies take more");
+    }
+
+    #[test]
+    fn files_keep_a_pause_from_it() {
+        assert!(!pays(&[drained(MANY, 0), filed(1)]));
+    }
+
+    #[test]
+    fn saving_takes_as_long_as_the_process_with_most_and_all_files() {
+        let many = [drained(2 * MANY, 0), drained(MANY, 0), filed(MANY), filed(MANY)];
+        assert_eq!(saving_time(&many), Duration::from_secs(8 + 32));
+        assert_eq!(saving_time(&[]), Duration::ZERO);
+    }
+}

@@ -1,0 +1,106 @@
+//! Questions to several members, and what is done with each answer.
+//!
+//! All waiting for answers goes through [`Peers::gather`]: late answers, hang-ups, deadlines and calling off are known there.
+
+use std::time::Duration;
+
+use super::interrupt::Interrupt;
+use super::peers::{Answer, Peers, Question};
+use super::report::MemberFailure;
+
+/// One question, the time to answer it, and what ends the wait early.
+pub(super) struct Inquiry<'a, Q> {
+    pub(super) question: Q,
+    timeout: Duration,
+    interrupt: Option<&'a Interrupt>,
+}
+
+impl<'a, Q> Inquiry<'a, Q> {
+    /// `question`, to be answered within `timeout`, or until `interrupt` is raised.
+    pub(super) fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
+        Self { question, timeout, interrupt }
+    }
+}
+
+/// The step that follows an answer.
+pub(super) enum Next<Q> {
+    /// Nothing more of this member.
+    Done,
+    /// Another question to it, with as much time.
+    Again(Q),
+    /// No waiting for anybody: what has arrived is taken.
+    Stop,
+}
+
+/// Whether others are waited for after an answer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wait {
+    /// They are.
+    Others,
+    /// They are not: what has arrived is taken.
+    Nobody,
+}
+
+impl Peers {
+    /// Asks `members`, and hands what each says to `take`, or why it says nothing, until all have answered or are overdue. An
+    /// answer to a step that was given up on before is dropped. Without members it waits for those that were asked already.
+    pub(super) fn converse<Q: Question>(
+        &mut self,
+        members: &[usize],
+        inquiry: Inquiry<'_, Q>,
+        mut take: impl FnMut(&mut Self, usize, Result<Q::Answer, MemberFailure>) -> Next<Q>,
+    ) {
+        let Inquiry { question, timeout, interrupt } = inquiry;
+        let mut follow = |peers: &mut Self, index, mut said| loop {
+            match take(peers, index, said) {
+                Next::Done => return Wait::Others,
+                Next::Stop => return Wait::Nobody,
+                Next::Again(question) => match peers.ask(index, &question, timeout) {
+                    Ok(()) => return Wait::Others,
+                    Err(failure) => said = Err(failure),
+                },
+            }
+        };
+        let mut wait = Wait::Others;
+        for index in members {
+            if let Err(failure) = self.ask(*index, &question, timeout) {
+                wait = follow(self, *index, Err(failure));
+                if wait == Wait::Nobody {
+                    break;
+                }
+            }
+        }
+        let step = question.step();
+        self.give_all_the_time_of_the_last(step);
+        Self::gather(&mut [self], wait, interrupt, |all, _, answer| {
+            let index = answer.peer;
+            if answer.step == step { follow(all[0], index, answer.to(&question)) } else { wait }
+        });
+    }
+
+    /// Takes answers of several tenants' members, each with the position of its tenant, until nobody owes one that could still
+    /// be in time, or `interrupt` is raised.
+    pub(super) fn gather(
+        all: &mut [&mut Self],
+        mut wait: Wait,
+        interrupt: Option<&Interrupt>,
+        mut take: impl FnMut(&mut [&mut Self], usize, Answer) -> Wait,
+    ) {
+        loop {
+            let Some((position, answer)) = Self::next_of(all, wait, interrupt) else { return };
+            if take(all, position, answer) == Wait::Nobody {
+                wait = Wait::Nobody;
+            }
+        }
+    }
+
+    /// Waits for one answer, and takes all that are there then.
+    pub(super) fn arrived(&mut self, interrupt: Option<&Interrupt>) -> Vec<Answer> {
+        let mut arrived = Vec::new();
+        Self::gather(&mut [self], Wait::Others, interrupt, |_, _, answer| {
+            arrived.push(answer);
+            Wait::Nobody
+        });
+        arrived
+    }
+}

@@ -1,0 +1,96 @@
+//! Figures of GPUs in reports and errors: budgets, and what is missing.
+
+use std::fmt;
+
+use serde::Serialize;
+use sublet_protocol::size::Size;
+use vmm_pool::driver::DeviceUuid;
+
+/// One GPU of a tenant whose memory is counted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct GpuBudget {
+    /// Its identity, as `nvidia-smi -L` prints it.
+    #[serde(rename = "uuid")]
+    pub gpu: String,
+    /// Its number on this machine, where that is known.
+    pub index: Option<u32>,
+    /// The bytes that the tenant may hold; none without a bound.
+    pub budget_bytes: Option<u64>,
+    /// The bytes that all processes of the tenant hold.
+    pub held_bytes: u64,
+    /// All of its memory, in bytes; 0 where that is not known.
+    pub total_bytes: u64,
+    #[serde(skip)]
+    pub(crate) uuid: DeviceUuid,
+}
+
+/// A device that cannot hold what a tenant had there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct DeviceShortage {
+    /// The machine-wide name, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
+    pub uuid: String,
+    /// Bytes that all processes of the tenant need there.
+    pub needed_bytes: u64,
+    /// Bytes that are free.
+    pub free_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+    /// Tenants with memory there, largest first; this one too, where a pause left some in place.
+    pub holders: Vec<Holder>,
+    /// The bytes that are neither free nor any tenant's: contexts, and processes that do not run under Sublet.
+    pub outside_bytes: u64,
+}
+
+/// A tenant that has memory on a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Holder {
+    /// Its name.
+    pub tenant: String,
+    /// Does it run? A paused tenant can hold memory that a pause leaves in place.
+    pub active: bool,
+    /// The bytes that the tenant has there.
+    pub bytes: u64,
+    /// Of these, what a pause of it gives back.
+    pub gives_bytes: u64,
+}
+
+impl DeviceShortage {
+    /// Returns the bytes that must become free in addition.
+    pub fn missing_bytes(&self) -> u64 {
+        self.needed_bytes.saturating_sub(self.free_bytes)
+    }
+
+    /// Would it fit if all other tenants made way?
+    pub fn others_could_give_it(&self) -> bool {
+        let gives = self.holders.iter().map(|holder| holder.gives_bytes);
+        gives.fold(0, u64::saturating_add) >= self.missing_bytes()
+    }
+}
+
+impl fmt::Display for DeviceShortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { uuid, needed_bytes, free_bytes, total_bytes, outside_bytes, .. } = self;
+        let [free, needed, missing, outside] =
+            [*free_bytes, *needed_bytes, self.missing_bytes(), *outside_bytes].map(Size);
+        if needed_bytes > total_bytes {
+            let total = Size(*total_bytes);
+            return write!(
+                f,
+                "{uuid} has {total} in all and {needed} are needed: end some of the tenant's processes (`sublet ps -v` lists them)"
+            );
+        }
+        write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
+        let holders = self.holders.iter().map(|Holder { tenant, active, bytes, .. }| {
+            let state = if *active { "active" } else { "paused" };
+            format!("tenant '{tenant}' holds {} ({state})", Size(*bytes))
+        });
+        let mut holders: Vec<_> = holders.collect();
+        if *outside_bytes > 0 || holders.is_empty() {
+            holders.push(format!("{outside} are outside Sublet"));
+        }
+        f.write_str(&holders.join(", "))
+    }
+}

@@ -1,0 +1,312 @@
+//! The needs of a resume: what it takes, what is free, which devices are too full for it and who holds them. Also what
+//! a pause gives. A coordinator that leads asks its members. Any other asks a tenant with no lock, and also whether its
+//! devices have anything left to do.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use vmm_pool::ClassBytes;
+
+use super::cast::{Cast, Everybody, OnFailure, StepResult};
+use super::conversation::{Inquiry, Next, Wait};
+use super::figures::{DeviceShortage, Holder};
+use super::peers::{Peers, gone};
+use super::report::{MemberFailure, Step, TenantStats};
+use super::{Coordinator, Options, Trouble, budgets};
+use sublet_protocol::identity::TenantName;
+use sublet_protocol::run_dir::RunDir;
+use sublet_protocol::scope::Scope;
+use sublet_protocol::time::millis;
+use sublet_protocol::transport::is_stopped;
+use sublet_protocol::wire::{
+    DeviceDelta, FailureKind, Idleness, LookIdle, MemberState, MemberStats, Needed, Needs, Phase,
+    Stats,
+};
+
+/// The time within which members must say what a resume needs, unless the options say otherwise.
+pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// One GPU of a tenant that is paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceNeed {
+    /// The bytes that a resume of all processes of the tenant takes there.
+    pub needed_bytes: u64,
+    /// The bytes that are free there.
+    pub free_bytes: u64,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
+}
+
+impl Coordinator {
+    /// Returns what a resume in the scope of the options would take on each GPU. GPUs have their machine-wide names.
+    /// Processes that do not answer are left out. With `all_devices` the answer also has what is free on all other GPUs
+    /// that the tenant's processes use. Takes no lock and changes nothing.
+    ///
+    /// # Errors
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn needs(&self, all_devices: bool) -> Result<BTreeMap<String, DeviceNeed>, Trouble> {
+        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
+        let question =
+            Needs { scope: self.options.scope.clone(), timeout_ms: millis(timeout), all_devices };
+        let mut needs: BTreeMap<String, DeviceNeed> = BTreeMap::new();
+        let (members, interrupt) = (peers.all(), self.options.interrupt.as_ref());
+        peers.converse(&members, Inquiry::of(question, timeout, interrupt), |_, _, said| {
+            // One that does not answer is left for the resume to name.
+            for device in said.unwrap_or_default().devices {
+                let need = needs.entry(device.uuid).or_default();
+                need.needed_bytes = need.needed_bytes.saturating_add(device.bytes);
+                need.free_bytes = need.free_bytes.max(device.free_bytes);
+                need.total_bytes = device.total_bytes;
+            }
+            Next::Done
+        });
+        Ok(needs)
+    }
+
+    /// Of each process that answers, whether its devices have anything left to do, where it has launched nothing for `quiet_us`. Holds calls of such a
+    /// process up for some milliseconds; takes no lock.
+    ///
+    /// # Errors
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, Trouble> {
+        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let (mut all, members) = (Vec::new(), peers.all());
+        peers.converse(&members, self.inquiry(LookIdle { quiet_us }), |_, _, said| {
+            all.extend(said.ok());
+            Next::Done
+        });
+        Ok(all)
+    }
+}
+
+/// Refuses when the devices cannot hold `members`.
+pub(super) fn refuse_shortage(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> Result<(), Vec<MemberFailure>> {
+    let short = short_devices(&needs(cast, scope, members));
+    let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
+        return Ok(());
+    };
+    let kind = FailureKind::OutOfDeviceMemory { missing_bytes: shortage.missing_bytes() };
+    let (who, step) = (cast.peers.who(index), Step::Phase(Phase::Create));
+    Err(vec![MemberFailure::new(who, step, kind, "its tenant does not fit")])
+}
+
+/// The device memory that a resume of `members` takes, and that is free, as far as they answer.
+pub(super) fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> Vec<DeviceDelta> {
+    let said = ask_needs(cast, scope, members).done;
+    said.into_iter().flat_map(|(_, needed)| needed.devices).collect()
+}
+
+fn ask_needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResult<Needed> {
+    let timeout = cast.options.timeout.unwrap_or(NEEDS_TIMEOUT);
+    let question = Needs { scope: scope.clone(), timeout_ms: millis(timeout), all_devices: false };
+    cast.step(&question, members, timeout, OnFailure::WaitForAll)
+}
+
+/// The device memory that a resume of each of `members` takes, in their order.
+pub(super) fn needs_of_each(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> Result<Vec<Needed>, Vec<MemberFailure>> {
+    let mut all = ask_needs(cast, scope, members).of_all()?;
+    all.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
+    Ok(all.into_iter().map(|(_, needed)| needed).collect())
+}
+
+/// The device memory that a pause of `members` would give back about now, by device, as far as they answer.
+pub(super) fn resident_bytes(
+    cast: &mut Cast<'_>,
+    scope: &Scope,
+    members: &[usize],
+) -> BTreeMap<String, u64> {
+    let timeout = cast.options.contact_timeout;
+    let result = cast.step(&Stats, members, timeout, OnFailure::WaitForAll);
+    let leaves = |class: &&ClassBytes| match scope {
+        Scope::Whole => true,
+        Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
+    };
+    let mut bytes = BTreeMap::new();
+    for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
+        let classes = device.classes.iter().filter(leaves);
+        let leaving = classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
+        *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
+    }
+    bytes
+}
+
+// Devices that are too full.
+
+/// For the answers of other tenants' processes: they are only asked who holds what.
+const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The devices on which the needs of all members together exceed what is free. Members that released last
+/// saw most of it free.
+pub(super) fn short_devices<'a>(
+    needs: impl IntoIterator<Item = &'a DeviceDelta>,
+) -> Vec<DeviceShortage> {
+    let mut devices: BTreeMap<&str, DeviceShortage> = BTreeMap::new();
+    for need in needs {
+        let device = devices.entry(&need.uuid).or_insert_with(|| DeviceShortage {
+            uuid: need.uuid.clone(),
+            needed_bytes: 0,
+            free_bytes: 0,
+            total_bytes: need.total_bytes,
+            holders: Vec::new(),
+            outside_bytes: 0,
+        });
+        device.needed_bytes = device.needed_bytes.saturating_add(need.bytes);
+        device.free_bytes = device.free_bytes.max(need.free_bytes);
+    }
+    devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
+}
+
+/// A tenant whose memory on each device, up to so much, counts as free already.
+pub(super) type Gives<'a> = (&'a TenantName, &'a BTreeMap<String, u64>);
+
+/// Finds out who holds `shortages`, the tenant itself too, which may have what a pause left in place. A tenant that does
+/// not answer counts as outside.
+pub(super) fn name_holders(
+    shortages: &mut [DeviceShortage],
+    run_dir: &RunDir,
+    gives: Option<Gives<'_>>,
+) {
+    if shortages.is_empty() {
+        return;
+    }
+    let names = run_dir.tenants().unwrap_or_default();
+    let options = Options { contact_timeout: HOLDER_TIMEOUT, ..Options::default() };
+    let coordinator = |name| Coordinator::new(run_dir.clone(), name, options.clone());
+    let others: Vec<_> = names.into_iter().map(coordinator).collect();
+    let others = Holdings::of_all(&others.iter().collect::<Vec<_>>()).into_iter();
+    let others: Vec<TenantStats> = others.filter_map(|found| found.stats.ok()).collect();
+    for shortage in shortages {
+        let held = others.iter().filter_map(|stats| {
+            let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);
+            let given = given.and_then(|(_, bytes)| bytes.get(&shortage.uuid)).copied();
+            let bytes = held_on(stats, &shortage.uuid).saturating_sub(given.unwrap_or(0));
+            let active =
+                stats.members.iter().any(|member| member.member.state == MemberState::Active);
+            let gives_bytes = given_on(stats, &shortage.uuid).min(bytes);
+            (bytes > 0).then(|| Holder { tenant: stats.tenant.clone(), active, bytes, gives_bytes })
+        });
+        shortage.holders = held.collect();
+        shortage.holders.sort_by_key(|holder| std::cmp::Reverse(holder.bytes));
+        let known = shortage.holders.iter().map(|holder| holder.bytes).sum();
+        let used_bytes = shortage.total_bytes.saturating_sub(shortage.free_bytes);
+        shortage.outside_bytes = used_bytes.saturating_sub(known);
+    }
+}
+
+/// Bytes of a tenant on one device that a pause of it gives back.
+fn given_on(stats: &TenantStats, uuid: &str) -> u64 {
+    let is_active = |member: &&MemberStats| member.member.state == MemberState::Active;
+    let devices = stats.members.iter().filter(is_active).flat_map(|member| &member.pool.devices);
+    let classes = devices.filter(|row| row.uuid == uuid).flat_map(|row| &row.classes);
+    classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes)).sum()
+}
+
+/// Bytes of a tenant on one device, with what its pool only counts.
+fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
+    let devices = stats.members.iter().flat_map(|member| &member.pool.devices);
+    let bytes = devices.filter(|row| row.uuid == uuid).map(|row| {
+        let stays: u64 = row.pinned.iter().map(|pinned| pinned.bytes).sum();
+        let in_classes: u64 = row.classes.iter().map(|class| class.pinned_bytes).sum();
+        row.resident_bytes() + stays.saturating_sub(in_classes)
+    });
+    bytes.sum()
+}
+
+// What the processes of several tenants hold: all are asked simultaneously, so that those that are silent cost no more time
+// than one.
+
+/// Of the time to answer, the part that connections to all of them may take: one that takes none has others behind it.
+const CONNECT_SHARE: u32 = 4;
+
+/// The figures of one tenant, and whether a process was silent.
+#[derive(Debug)]
+pub struct Holdings {
+    /// As [`Coordinator::stats`] says it.
+    pub stats: Result<TenantStats, Trouble>,
+    /// Is there a process that lives and has said nothing?
+    pub is_silent: bool,
+    /// Was one of these waited for, until the time was up?
+    pub is_overdue: bool,
+}
+
+impl Holdings {
+    /// Asks the tenants of all these. Blocks for as long as one of them may take.
+    pub fn of_all(all: &[&Coordinator]) -> Vec<Self> {
+        let began = Instant::now();
+        let asked = all.iter().map(|coordinator| coordinator.ask_stats(began));
+        let (mut peers, mut found): (Vec<_>, Vec<_>) = asked.unzip();
+        let mut each: Vec<&mut Peers> = peers.iter_mut().collect();
+        Peers::gather(&mut each, Wait::Others, None, |each, position, answer| {
+            let index = answer.peer;
+            let who = each[position].who(index);
+            let is_overdue = each[position].is_overdue(index);
+            found[position].is_silent |= is_overdue;
+            found[position].is_overdue |= is_overdue;
+            if let Ok(stats) = &mut found[position].stats {
+                match answer.to(&Stats) {
+                    Ok(mut member) => {
+                        // The kernel's id is in our namespace, the member's own may not be.
+                        member.member.pid = who.pid.unwrap_or(member.member.pid);
+                        stats.members.push(member);
+                    }
+                    Err(failure) => stats.failures.push(failure),
+                }
+            }
+            Wait::Others
+        });
+        for stats in found.iter_mut().filter_map(|found| found.stats.as_mut().ok()) {
+            stats.members.sort_by_key(|stats| stats.member.pid);
+        }
+        found
+    }
+}
+
+impl Coordinator {
+    /// Asks all that can answer.
+    fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
+        match self.try_ask_stats(began) {
+            Ok((peers, stats, is_silent)) => {
+                (peers, Holdings { stats: Ok(stats), is_silent, is_overdue: false })
+            }
+            Err(error) => (
+                Peers::default(),
+                Holdings { stats: Err(error), is_silent: false, is_overdue: false },
+            ),
+        }
+    }
+
+    fn try_ask_stats(&self, began: Instant) -> Result<(Peers, TenantStats, bool), Trouble> {
+        let dir = self.dir()?;
+        let timeout = self.options.contact_timeout;
+        let connected = Everybody::connect(&dir, Step::Stats, began + timeout / CONNECT_SHARE);
+        dir.remove_stale()?;
+        let Everybody { mut peers, failures } = connected?;
+        let mut is_silent = !failures.is_empty();
+        let mut stats = TenantStats {
+            tenant: self.tenant.to_string(),
+            members: Vec::new(),
+            budgets: budgets::of_dir(&dir)?,
+            failures,
+        };
+        for index in peers.all() {
+            let who = peers.who(index);
+            if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {
+                is_silent = true;
+                let message = format!("it is stopped (SIGSTOP): `kill -CONT {pid}` continues it");
+                stats.failures.push(gone(who, Step::Stats, message));
+            } else {
+                stats.failures.extend(peers.ask(index, &Stats, timeout).err());
+            }
+        }
+        Ok((peers, stats, is_silent))
+    }
+}

@@ -1,0 +1,164 @@
+//! The options of a coordinator.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::interrupt::Interrupt;
+use sublet_protocol::run_dir::pause_thread;
+use sublet_protocol::wire::Phase;
+use sublet_protocol::{checkpoints::Checkpointer, identity::MemberId, phase::Stage, scope::Scope};
+
+/// The options of a coordinator: how long it waits and for what, and how it acts.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// For each phase that prepares, and at least that for the greeting; none for their own defaults
+    /// ([`Options::phase_timeout`]).
+    pub timeout: Option<Duration>,
+    /// At least, for phases that finish or undo what was begun: one that is slow there is not lost.
+    pub finish_timeout: Duration,
+    /// For the ranks to come to a common cut before a pause, when there is no `timeout`.
+    pub cut_timeout: Duration,
+    /// Beyond a phase's timeout, for the answer to arrive.
+    pub reply_margin: Duration,
+    /// For a connection and for the answer to a plain question.
+    pub contact_timeout: Duration,
+    /// For another coordinator of the tenant to finish.
+    pub lock_timeout: Duration,
+    /// When given, do nothing until every member's application has requested the action too, for at most
+    /// this long.
+    pub consent: Option<Duration>,
+    /// Before a resume creates anything, ask every member what is needed and free. For trying again and
+    /// again: one that cannot succeed then takes no memory from others even for a moment.
+    pub look_first: bool,
+    /// The rule of a resume for memory that was imported from processes that have ended.
+    pub lost_imports: LostImports,
+    /// Calls the action off when it is raised before the point of no return.
+    pub interrupt: Option<Interrupt>,
+    /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
+    /// long as for the cut.
+    pub passes_by_memory_waits: bool,
+    /// Does a pause give memory back while the rest is still saved, also where that does not pay? Its point of no return is before
+    /// it saves, then. A pause for which it pays does so anyway.
+    pub releases_early: bool,
+    /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
+    /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
+    /// tenants of many gigabytes.
+    pub window_bytes: Option<u64>,
+    /// The things that a pause takes off the devices.
+    pub depth: Depth,
+    /// The interface to the driver's calls about other processes, for a pause that takes contexts and for the way back.
+    /// Without it both are refused.
+    pub checkpointer: Option<Arc<dyn Checkpointer>>,
+    /// The memory that the action is about.
+    pub scope: Scope,
+    /// The members that take part.
+    pub takes_part: TakesPart,
+    /// The conduct of processes while a pause by tag lasts.
+    pub meanwhile: Meanwhile,
+}
+
+/// The conduct of a tenant's processes while memory of theirs is away by tag.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Meanwhile {
+    /// They run on: the pause is their own wish.
+    #[default]
+    RunOn,
+    /// They run on where each of them has agreed to run without these tags. Else all stand still, as in a whole pause.
+    AsAgreed,
+}
+
+/// The members of a tenant that take part in a pause or resume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TakesPart {
+    /// All.
+    #[default]
+    Everybody,
+    /// This one alone, while others do the same. For memory that no other holds, of a process whose
+    /// peers run on: nobody is brought to a cut, so what it has launched must be able to end without more
+    /// launches of its own.
+    Alone(MemberId),
+}
+
+/// The depth of a pause: what it takes off the devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Depth {
+    /// The processes' memory.
+    #[default]
+    Memory,
+    /// And then their contexts, with all that the driver keeps of them there.
+    Contexts,
+}
+
+/// The fate of memory that was imported from a process that ended while its tenant was paused. Such memory cannot come
+/// back: its contents were that process's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LostImports {
+    /// The resume is refused, and the tenant stays paused.
+    #[default]
+    Refuse,
+    /// The resume goes on without it. Its addresses stay reserved and unmapped: a kernel that touches
+    /// them fails with an illegal address, which ends the use of its context.
+    LeaveOut,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            timeout: None,
+            finish_timeout: Duration::from_mins(1),
+            cut_timeout: Duration::from_secs(30),
+            reply_margin: Duration::from_secs(2),
+            contact_timeout: Duration::from_secs(5),
+            lock_timeout: Duration::from_secs(10),
+            consent: None,
+            look_first: false,
+            lost_imports: LostImports::default(),
+            interrupt: None,
+            passes_by_memory_waits: false,
+            releases_early: false,
+            window_bytes: None,
+            depth: Depth::Memory,
+            checkpointer: None,
+            scope: Scope::Whole,
+            takes_part: TakesPart::Everybody,
+            meanwhile: Meanwhile::RunOn,
+        }
+    }
+}
+
+impl Options {
+    /// The usual ones, but that a phase, and the wait for the tenant's lock, may take so long.
+    pub fn within(timeout: Option<Duration>) -> Self {
+        let usual = Self::default();
+        Self { timeout, lock_timeout: timeout.unwrap_or(usual.lock_timeout), ..usual }
+    }
+
+    /// Returns the time that the ranks may take to come to a common cut.
+    pub fn cut_timeout(&self) -> Duration {
+        self.timeout.unwrap_or(self.cut_timeout)
+    }
+
+    /// Returns the time that members may take for `phase`.
+    pub fn phase_timeout(&self, phase: Phase) -> Duration {
+        let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
+        if phase.stage() == Stage::Prepare { timeout } else { timeout.max(self.finish_timeout) }
+    }
+
+    /// Does somebody want it called off?
+    pub(super) fn is_called_off(&self) -> bool {
+        self.interrupt.as_ref().is_some_and(Interrupt::is_raised)
+    }
+
+    /// Waits for as long as `rest`, or until it is called off.
+    pub(super) fn rest(&self, rest: Duration) {
+        match &self.interrupt {
+            Some(interrupt) => interrupt.wait(rest),
+            None => pause_thread(rest),
+        }
+    }
+
+    /// Returns the time that members may take to say who they are.
+    pub(super) fn greeting_timeout(&self) -> Duration {
+        self.timeout.unwrap_or_default().max(self.contact_timeout)
+    }
+}

@@ -1,0 +1,275 @@
+//! One pause or resume: which memory and which members it is about, and what it tells them.
+//!
+//! A pause takes the members that are active, a resume those that are paused.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vmm_pool::PinnedBytes;
+
+use super::agreement::{Agreed, refuse_missing};
+use super::cast::Cast;
+use super::lending::Loans;
+use super::options::{Depth, LostImports, Meanwhile, Options, TakesPart};
+use super::peers::Peers;
+use super::trouble::Trouble;
+use sublet_protocol::phase::{Stage, Told};
+use sublet_protocol::scope::{LIBRARY_TAGS, NCCL_TAG, Scope, TagNames};
+use sublet_protocol::time::millis;
+use sublet_protocol::wire::{Action, MemberState, Order, Phase, TagBytes, TakePhase};
+
+/// One pause or resume, as its coordinator leads it.
+pub(super) struct Round<'a> {
+    options: &'a Options,
+    action: Action,
+    /// Tells it from others.
+    number: u64,
+    /// The memory that it is about.
+    scope: Scope,
+    /// Do all processes stand still while a pause by tag lasts?
+    stands: bool,
+    /// Does another tenant take the place of this one meanwhile, or give it its own?
+    overlaps: bool,
+    agreed: Agreed,
+}
+
+impl<'a> Round<'a> {
+    /// `action` as `options` say. Nobody is told anything yet.
+    pub(super) fn new(options: &'a Options, action: Action) -> Self {
+        let (number, scope, agreed) = (new_number(), options.scope.clone(), Agreed::default());
+        Self { options, action, number, scope, stands: false, overlaps: false, agreed }
+    }
+
+    pub(super) fn action(&self) -> Action {
+        self.action
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
+    /// Do all processes stand still while a pause by tag lasts?
+    pub(super) fn stands(&self) -> bool {
+        self.stands
+    }
+
+    /// Does memory of another tenant move meanwhile, window by window?
+    pub(super) fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Another tenant moves its memory meanwhile.
+    pub(super) fn overlap(&mut self) {
+        self.overlaps = true;
+    }
+
+    /// All processes go by `agreed` from now on.
+    pub(super) fn agree(&mut self, agreed: Agreed) {
+        self.agreed = agreed;
+    }
+
+    pub(super) fn agreed(&self) -> &Agreed {
+        &self.agreed
+    }
+
+    /// Begins a pause or resume of its own, when all that was led is undone.
+    pub(super) fn begin_again(&mut self) {
+        self.number = new_number();
+    }
+
+    /// Does no process but one take part?
+    pub(super) fn acts_alone(&self) -> bool {
+        self.options.takes_part != TakesPart::Everybody
+    }
+
+    /// Is this a pause that takes contexts too?
+    pub(super) fn is_deep(&self) -> bool {
+        self.action == Action::Pause && self.options.depth == Depth::Contexts
+    }
+
+    /// The phases that can be undone. With both legs memory comes by windows, each created when there is room for it.
+    pub(super) fn prepares(&self) -> impl Iterator<Item = Phase> + use<> {
+        let overlaps = self.overlaps;
+        let phases = self.action.phases(Stage::Prepare);
+        phases.filter(move |phase| !(overlaps && *phase == Phase::Create))
+    }
+
+    /// The words of its orders.
+    pub(super) fn told(&self) -> Told<'_> {
+        Told {
+            copies: self.agreed.copies,
+            schedule: self.agreed.schedule,
+            is_deep: self.is_deep(),
+            stands: self.stands,
+            without_lost: self.options.lost_imports == LostImports::LeaveOut,
+            ..Told::new(&self.scope, &self.agreed.stays)
+        }
+    }
+
+    /// `phase` as part of this pause or resume.
+    pub(super) fn question(&self, phase: Phase) -> TakePhase {
+        self.order(phase.order(&self.told()), millis(self.options.phase_timeout(phase)))
+    }
+
+    /// `order` as part of this pause or resume.
+    pub(super) fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
+        TakePhase { round: self.number, alone: self.acts_alone(), order, timeout_ms }
+    }
+
+    /// Device memory that the pause of everything has left. A pause by tag is not about that.
+    pub(super) fn stays(&self, peers: &Peers) -> Vec<PinnedBytes> {
+        let mut stays = Vec::new();
+        if self.scope == Scope::Whole {
+            peers.infos().for_each(|info| PinnedBytes::merge(&mut stays, &info.stays));
+        }
+        stays
+    }
+
+    /// The members that it has something to do for; empty when there is nothing to be done. A resume
+    /// without tags of a tenant that runs is one of all its tags.
+    pub(super) fn members(&mut self, cast: &mut Cast<'_>) -> Result<Vec<usize>, Trouble> {
+        let action = self.action;
+        self.refuse_unknown_tags(cast)?;
+        let active = cast.peers.those(|info| info.state == MemberState::Active);
+        let mut paused = cast.peers.those(|info| info.state == MemberState::Paused);
+        paused.extend(cast.peers.those(|info| info.state == MemberState::Deep));
+        if action == Action::Resume && paused.is_empty() && self.scope == Scope::Whole {
+            self.scope = Scope::Tags { tags: TagNames::All, owner: None };
+        }
+        if let Some(without) = cast.peers.stands_without() {
+            match (action, &self.scope) {
+                (Action::Pause, Scope::Tags { tags, .. }) if without.cover(tags) => {
+                    return Ok(Vec::new());
+                }
+                (Action::Resume, Scope::Tags { tags, .. }) if tags.cover(&without) => {}
+                (Action::Resume, Scope::Whole) => {}
+                // The rest of it.
+                (Action::Pause, Scope::Whole) => {
+                    let standing = cast.peers.standing();
+                    return Ok(active.into_iter().chain(standing).collect());
+                }
+                (Action::Pause | Action::Resume, _) => refuse_standing(cast)?,
+            }
+        }
+        let members = match action {
+            Action::Pause => active,
+            Action::Resume if paused.is_empty() => active,
+            Action::Resume => {
+                self.refuse_without_partners(cast, &paused)?;
+                return Ok(paused);
+            }
+        };
+        let Scope::Tags { tags, .. } = &self.scope else {
+            return Ok(members);
+        };
+        if action == Action::Pause && !paused.is_empty() {
+            return Err(Trouble::PausedAlready { tenant: cast.tenant() });
+        }
+        let infos = || members.iter().filter_map(|index| cast.peers.info(*index));
+        let rows = infos().flat_map(|info| info.tags.iter().map(|row| (info.id, row)));
+        let tags = match action {
+            Action::Pause => tags.to_pause(),
+            Action::Resume => tags.to_resume(),
+        };
+        let bytes = rows.filter(|(_, row)| tags.has(&row.tag)).map(|(id, row)| {
+            match (action, self.scope.is_about(id)) {
+                (Action::Pause, true) => row.resident_bytes,
+                (Action::Pause, false) => 0,
+                // What others have imported may be away where the owner's own memory is not.
+                (Action::Resume, true) => row.away_bytes + row.imported_away_bytes,
+                (Action::Resume, false) => row.imported_away_bytes,
+            }
+        });
+        // Calls into NCCL wait as requested, whether or not it has memory to give.
+        let nccl_waits = action == Action::Pause;
+        let is_nccl_as_asked = !tags.has(NCCL_TAG)
+            || infos()
+                .filter(|info| self.scope.is_about(info.id))
+                .all(|info| info.nccl_waits == nccl_waits);
+        let is_nothing_to_do = bytes.sum::<u64>() == 0 && is_nccl_as_asked;
+        let has_agreed = |row: &TagBytes| row.resident_bytes == 0 || row.runs_without;
+        let mut leaving = infos().flat_map(|info| &info.tags).filter(|row| tags.has(&row.tag));
+        let stands = action == Action::Pause
+            && self.options.meanwhile == Meanwhile::AsAgreed
+            && !leaving.all(has_agreed);
+        self.stands = stands;
+        if is_nothing_to_do {
+            return Ok(Vec::new());
+        }
+        if action == Action::Resume {
+            self.refuse_without_partners(cast, &members)?;
+        }
+        Ok(members)
+    }
+
+    /// Refuses, before anything is created, if a process is missing that shares memory with others. Memory that its owner has freed
+    /// meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be lost.
+    fn refuse_without_partners(
+        &self,
+        cast: &mut Cast<'_>,
+        members: &[usize],
+    ) -> Result<(), Trouble> {
+        if self.acts_alone() {
+            return Ok(());
+        }
+        let partners = Loans::new(cast, &self.scope, members).partners();
+        let found = partners.and_then(|partners| refuse_missing(&cast.peers, partners.iter()));
+        found.map_err(|failures| {
+            let runs = members.first().is_some_and(|index| cast.peers.runs(*index));
+            Trouble::refused(cast.tenant(), (Action::Resume, runs), failures)
+        })
+    }
+
+    fn refuse_unknown_tags(&self, cast: &Cast<'_>) -> Result<(), Trouble> {
+        let Scope::Tags { tags: TagNames::Named(wanted), .. } = &self.scope else {
+            return Ok(());
+        };
+        let rows = cast.peers.infos().flat_map(|info| &info.tags);
+        let known: BTreeSet<String> = rows.map(|row| row.tag.clone()).collect();
+        let mut unknown: Vec<String> = wanted.difference(&known).cloned().collect();
+        // A library's may come to be at any time.
+        unknown.retain(|tag| !LIBRARY_TAGS.contains(&tag.as_str()));
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let known = known.into_iter().collect();
+        Err(Trouble::UnknownTags { tenant: cast.tenant(), unknown, known })
+    }
+
+    /// The part that it takes of `members` now: a resume of that brings nothing back that was away before.
+    pub(super) fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
+        let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
+        let infos = || members.iter().filter_map(|index| peers.info(*index));
+        let leaves = tags.to_pause();
+        let rows = infos().flat_map(|info| &info.tags);
+        let resident = rows.filter(|row| row.resident_bytes > 0 && leaves.has(&row.tag));
+        let mut names: BTreeSet<String> = resident.map(|row| row.tag.clone()).collect();
+        // Its calls are let through again where they were before.
+        if leaves.has(NCCL_TAG) && infos().any(|info| !info.nccl_waits) {
+            names.insert(NCCL_TAG.to_owned());
+        }
+        Scope::Tags { tags: TagNames::Named(names), owner: *owner }
+    }
+}
+
+/// Refuses what would end a pause by tag in which members stand still, or make it another.
+pub(super) fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
+    let Some(tags) = cast.peers.stands_without() else { return Ok(()) };
+    let tenant = cast.tenant();
+    let what = Scope::Tags { tags, owner: None }.subject(&tenant);
+    Err(Trouble::StandsStill { tenant, what })
+}
+
+/// A number that no other pause or resume has.
+fn new_number() -> u64 {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let counted = || {
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        (u64::from(std::process::id()) << 32) | u64::from(count)
+    };
+    getrandom::u64().unwrap_or_else(|_| counted())
+}

@@ -1,0 +1,354 @@
+//! One leg of a transaction: the pause or resume of one tenant, from the greeting to the account.
+//!
+//! A pause or resume that an earlier coordinator left half done is settled before. When a pause or resume ends before its point of no
+//! return, all members go back, and the error says why.
+
+use std::time::{Duration, Instant};
+
+use super::agreement::Agreed;
+use super::cast::{Cast, OnFailure};
+use super::conversation::Wait;
+use super::cutting::Ranks;
+use super::freezing::Freezer;
+use super::guards::{self, Tries};
+use super::lending::Loans;
+use super::needs::{needs, short_devices};
+use super::peers::{Peers, Question};
+use super::report::{Event, MemberFailure, Outcome, Report, Step};
+use super::round::Round;
+use super::stepping::Gated;
+use super::trouble::{Stop, Trouble};
+use super::{Held, Options};
+use sublet_protocol::run_dir::{CoordinatorLock, RunDirError};
+use sublet_protocol::time::{micros, millis};
+use sublet_protocol::wire::{Action, AwaitConsent, Drain, FailureKind, GiveUp, Phase, PhaseReport};
+use sublet_protocol::{phase::Stage, scope::Scope};
+
+/// The time for a member to hear that its wait is in vain.
+const TELL_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A tenant's pause or resume, while its lock is held.
+pub(super) struct Session<'a> {
+    pub(super) cast: Cast<'a>,
+    pub(super) round: Round<'a>,
+    pub(super) report: Report,
+    /// Those that take part, by their indices; none if there is nothing to be done.
+    pub(super) members: Vec<usize>,
+    lock: &'a CoordinatorLock,
+    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    absent: Vec<String>,
+    /// When the first process was spoken to.
+    began: Instant,
+}
+
+impl<'a> Session<'a> {
+    /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
+    pub(super) fn open(
+        held: &'a Held<'_>,
+        options: &'a Options,
+        action: Action,
+        progress: &'a mut dyn FnMut(Event<'_>),
+    ) -> Result<Self, Trouble> {
+        let began = Instant::now();
+        let mut round = Round::new(options, action);
+        let mut cast = Cast::open((&held.dir, &held.lock), options, action, progress)?;
+        cast.recover(&round)?;
+        let members = round.members(&mut cast)?;
+        let mut report = Report::new(held.dir.tenant(), action);
+        report.stands_still = round.stands();
+        if cast.peers.dead() > 0 {
+            report.notes.push(format!(
+                "{} process(es) of the tenant had ended before; what they left behind was removed",
+                cast.peers.dead()
+            ));
+        }
+        Ok(Self { cast, round, report, members, lock: &held.lock, absent: Vec::new(), began })
+    }
+
+    /// The outcome of one that has nothing to do, but for the contexts that a deep pause takes.
+    pub(super) fn rest(mut self) -> Outcome {
+        if self.round.action() == Action::Resume {
+            return Outcome::AlreadyActive;
+        }
+        let stays = self.round.stays(&self.cast.peers);
+        let mut shallow = Vec::new();
+        if self.round.is_deep() {
+            shallow = Freezer::new(&mut self.cast, &self.round).not_frozen();
+        }
+        if shallow.is_empty() {
+            return Outcome::AlreadyPaused { stays };
+        }
+        self.report.set_stays(stays);
+        Freezer::new(&mut self.cast, &self.round).freeze(&shallow, &mut self.report);
+        self.report.wall_us = micros(self.began.elapsed());
+        self.into_outcome()
+    }
+
+    /// Takes the members through all phases.
+    pub(super) fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
+        if self.round.action() == Action::Resume {
+            self.thaw()?;
+        }
+        if let Err(stop) = self.prepare(tries) {
+            let error = self.undo(stop);
+            if error.left_unchanged() {
+                self.freeze_again();
+            }
+            return Err(error);
+        }
+        self.commit();
+        self.account(self.began);
+        self.freeze(self.began);
+        tracing::info!(wall_us = self.report.wall_us, losses = self.report.losses.len(), "done");
+        Ok(self.into_outcome())
+    }
+
+    /// Its account.
+    pub(super) fn into_outcome(self) -> Outcome {
+        Outcome::Completed(Box::new(self.report))
+    }
+
+    /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
+    pub(super) fn prepare(&mut self, tries: &Tries) -> Result<(), Stop> {
+        guards::ask(&guards::BEFORE, self, tries)?;
+        self.check_lock().map_err(|_| Stop::LockGone)?;
+        self.take_all(tries)
+    }
+
+    /// Waits until all applications have requested it too.
+    pub(super) fn await_consent(&mut self) -> Result<(), Stop> {
+        let timeout = self.cast.options.consent.unwrap_or_default();
+        let question = AwaitConsent { action: self.round.action(), timeout_ms: millis(timeout) };
+        let said = self.cast.step(&question, &self.members, timeout, OnFailure::Stop).of_all();
+        said.map(drop).map_err(Stop::from)
+    }
+
+    /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
+    pub(super) fn check_lock(&self) -> Result<(), Trouble> {
+        let tenant = self.cast.tenant();
+        if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
+    }
+
+    /// The phases that prepare.
+    pub(super) fn take_all(&mut self, tries: &Tries) -> Result<(), Stop> {
+        let taken = self.take_each(tries);
+        taken.map_err(|stop| stop.naming(&self.absent))?;
+        self.report.notes.append(&mut self.absent);
+        let next = Step::Phase(self.round.action().commit());
+        Ok(self.check_alive(next)?)
+    }
+
+    /// One phase that prepares after the other.
+    fn take_each(&mut self, tries: &Tries) -> Result<(), Stop> {
+        for phase in self.round.prepares() {
+            if phase.is_at_cut() && !self.round.acts_alone() {
+                self.stop_at_cut(phase)?;
+                continue;
+            }
+            let began = Instant::now();
+            let done = if phase == Phase::Drain {
+                self.drain(tries)?
+            } else {
+                self.take(&self.round.question(phase), phase)?
+            };
+            self.report.add(self.cast.summary(phase, began.elapsed(), done));
+        }
+        Ok(())
+    }
+
+    /// Brings the ranks to a cut, and has them take `phase` there.
+    fn stop_at_cut(&mut self, phase: Phase) -> Result<(), Stop> {
+        let mut ranks = Ranks::new(&mut self.cast, &self.members);
+        let stopped = ranks.stop(&mut self.round, phase);
+        let (cut, absent) = ranks.into_account();
+        self.absent = absent;
+        let (closed, drain) = stopped?;
+        self.report.cut = Some(cut);
+        self.report.drain = Some(drain);
+        self.report.add(closed);
+        Ok(())
+    }
+
+    /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
+    fn drain(&mut self, tries: &Tries) -> Result<Vec<(usize, PhaseReport)>, Stop> {
+        if self.report.drain.is_none() {
+            let mut gated = Gated::new(&mut self.cast, self.round.number());
+            self.report.drain = Some(gated.drain(&self.members, None)?);
+        }
+        guards::ask(&guards::BEHIND_GATES, self, tries)?;
+        let done = self.take(&Drain(self.round.question(Phase::Drain)), Phase::Drain)?;
+        let (done, said): (Vec<_>, Vec<_>) = done
+            .into_iter()
+            .map(|(index, (report, said))| ((index, report), (index, said)))
+            .unzip();
+        self.round.agree(Agreed::of(&self.cast, &self.round, &said)?);
+        Ok(done)
+    }
+
+    /// The answers of all members; the first that fails ends it.
+    fn take<Q: Question>(
+        &mut self,
+        question: &Q,
+        phase: Phase,
+    ) -> Result<Vec<(usize, Q::Answer)>, Stop> {
+        let timeout = self.cast.options.phase_timeout(phase);
+        let done = self.cast.step(question, &self.members, timeout, OnFailure::Stop).of_all()?;
+        if self.cast.options.is_called_off() { Err(Stop::CalledOff) } else { Ok(done) }
+    }
+
+    /// All phases that cannot be undone, of members that are not lost on the way.
+    pub(super) fn commit(&mut self) {
+        let mut saving = self.round.agreed().saving;
+        let mut left = self.members.clone();
+        for phase in self.round.action().phases(Stage::Commit) {
+            let began = Instant::now();
+            let mut order = self.round.question(phase);
+            if let Some(saving) = saving.take() {
+                // There is no way back, and one that saves is not lost.
+                order.timeout_ms = order.timeout_ms.max(millis(phase.timeout() + saving));
+            }
+            let result = self.cast.take(&order, &left, OnFailure::WaitForAll);
+            left.retain(|index| !result.failures.iter().any(|(failed, _)| failed == index));
+            self.report.losses.extend(result.failures.into_iter().map(|(_, failure)| failure));
+            self.report.add(self.cast.summary(phase, began.elapsed(), result.done));
+        }
+    }
+
+    /// Have any members ended meanwhile, before they are told `next`?
+    pub(super) fn check_alive(&mut self, next: Step) -> Result<(), Vec<MemberFailure>> {
+        let (peers, members) = (&mut self.cast.peers, self.members.iter());
+        let dead: Vec<_> = members.filter_map(|it| peers.check_alive(*it, next).err()).collect();
+        if dead.is_empty() { Ok(()) } else { Err(dead) }
+    }
+
+    pub(super) fn loans(&mut self) -> Loans<'_, 'a> {
+        Loans::new(&mut self.cast, self.round.scope(), &self.members)
+    }
+
+    /// Refuses a deep pause that would not come to its end, before anything moves.
+    pub(super) fn refuse_shallow(&mut self) -> Result<(), Trouble> {
+        if !self.round.is_deep() {
+            return Ok(());
+        }
+        Freezer::new(&mut self.cast, &self.round).refuse_shallow()
+    }
+
+    /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
+    pub(super) fn freeze(&mut self, began: Instant) {
+        if self.round.is_deep() {
+            Freezer::new(&mut self.cast, &self.round).freeze_all(&mut self.report);
+            self.report.wall_us = micros(began.elapsed());
+        }
+    }
+
+    /// Brings the contexts back that a resume needs.
+    pub(super) fn thaw(&mut self) -> Result<(), Trouble> {
+        Freezer::new(&mut self.cast, &self.round).thaw(&self.members, &mut self.report)
+    }
+
+    /// Nothing has come of a resume: contexts that were brought back for it leave again.
+    pub(super) fn freeze_again(&mut self) {
+        Freezer::new(&mut self.cast, &self.round).freeze_again(&self.report);
+    }
+
+    /// Undoes all that was done in the members and makes the error of it. Applications that wait for it together go on with the same
+    /// error.
+    pub(super) fn undo(&mut self, stop: Stop) -> Trouble {
+        let error = self.roll_back(stop);
+        if self.cast.options.consent.is_some() {
+            let news = GiveUp { action: self.round.action(), why: error.to_string() };
+            self.cast.peers.tell(&self.members, news, TELL_TIMEOUT);
+        }
+        error
+    }
+
+    fn roll_back(&mut self, stop: Stop) -> Trouble {
+        let action = self.round.action();
+        let mut failures = stop.failures();
+        self.cast.tell(Event::RollingBack { failures: &failures });
+        // A member that still waits for its application has done nothing yet, and stops when we hang up.
+        for index in &self.members {
+            if self.cast.peers.owes(*index, Step::Consent(action)) {
+                self.cast.peers.drop_link(*index);
+            }
+        }
+        let up = |index: &usize| self.cast.peers.is_up(*index);
+        let targets: Vec<usize> = self.members.iter().copied().filter(up).collect();
+        let undo = self.round.question(Phase::Abort);
+        let (mut undone, mut undo_failures) = (Vec::new(), Vec::new());
+        for index in targets {
+            // One that is silent already gets the message, but not another full wait.
+            let mut timeout = self.cast.options.reply_margin;
+            if !self.cast.peers.is_overdue(index) {
+                timeout += self.cast.options.phase_timeout(Phase::Abort);
+            }
+            undo_failures.extend(self.cast.peers.ask(index, &undo, timeout).err());
+        }
+        let failed_step = failures.first().map(|failure| failure.step);
+        // Late news of the step that failed is part of why; of a member lost meanwhile, too.
+        let is_why = |failure: &MemberFailure| {
+            Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
+        };
+        Peers::gather(&mut [&mut self.cast.peers], Wait::Others, None, |_, _, answer| {
+            let peer = answer.peer;
+            if answer.step != undo.step() {
+                failures.extend(answer.failure().filter(is_why));
+                return Wait::Others;
+            }
+            match answer.to(&undo) {
+                Ok(_) => undone.push(peer),
+                // It was under way, and is undone by another's word.
+                Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
+                Err(failure) => undo_failures.push(failure),
+            }
+            Wait::Others
+        });
+        let out_of_memory = failures
+            .iter()
+            .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
+        let mut shortages = Vec::new();
+        if out_of_memory {
+            shortages = short_devices(&needs(&mut self.cast, self.round.scope(), &undone));
+        }
+        let tenant = self.cast.tenant();
+        let runs = self.members.first().is_some_and(|index| self.cast.peers.runs(*index));
+        match stop {
+            Stop::Joined if undo_failures.is_empty() => Trouble::Joined { tenant },
+            Stop::LockGone if undo_failures.is_empty() => RunDirError::LockGone { tenant }.into(),
+            Stop::CalledOff => Trouble::CalledOff { tenant, action, runs, undo_failures },
+            stop @ (Stop::Failed(_) | Stop::HostShort(..) | Stop::Joined | Stop::LockGone) => {
+                Trouble::Refused {
+                    tenant,
+                    action,
+                    runs,
+                    shortages,
+                    host_short: stop.host_shortage(),
+                    failures,
+                    undo_failures,
+                }
+            }
+        }
+    }
+
+    /// Ends the account of a leg that has come to its end, of what took from `began` until now.
+    pub(super) fn account(&mut self, began: Instant) {
+        self.report.wall_us = micros(began.elapsed());
+        let late = if self.round.acts_alone() { 0 } else { self.cast.newcomers().len() };
+        if late > 0 {
+            // They were not part of it.
+            self.report.notes.push(format!(
+                "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
+            ));
+        }
+        let Scope::Tags { tags, .. } = self.round.scope() else { return };
+        let is_empty = self.report.devices.iter().all(|device| device.bytes == 0);
+        if self.round.action() == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
+            // Nothing has left, and yet calls wait.
+            self.report.notes.push(
+                "NCCL had no memory in these processes at that moment, so nothing left; calls into NCCL wait until its \
+                 resume all the same"
+                    .to_owned(),
+            );
+        }
+    }
+}

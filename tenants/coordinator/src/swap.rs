@@ -1,0 +1,345 @@
+//! Two tenants that change places: one is paused, the other is resumed, simultaneously if both have something to move. Each is
+//! moved whole or by tag, as its coordinator's scope says.
+//!
+//! These are two transactions, a pause and a resume, each with its own decision, under one coordinator that holds both
+//! tenants' locks, taken in the order of their names. The one that leaves has its point of no return at its first stage: before
+//! it, all of it has prepared, and the other was found to fit into what is free and what leaves. The one that comes can be
+//! undone until its gates open. Then the pause is finished, and the first is resumed as a third transaction; if that fails too,
+//! both are paused with all contents. If the coordinator dies, both end paused: who was told to release finishes, who was to
+//! come goes back.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::exchange::{Exchange, totals};
+use super::guards::Tries;
+use super::needs::{needs_of_each, resident_bytes, short_devices};
+use super::overlap::exchange;
+use super::report::{Event, MemberFailure, Outcome, Step, Swap};
+use super::round::refuse_standing;
+use super::session::Session;
+use super::trouble::Stop;
+use super::{Coordinator, Held, Options, Trouble, attempt};
+use sublet_protocol::identity::TenantName;
+use sublet_protocol::wire::{Action, DeviceDelta, FailureKind, Phase};
+use sublet_protocol::{run_dir::pause_thread, scope::Scope, time::micros};
+
+/// The time for which a first tenant that is to come back waits for room that the second has kept.
+const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
+/// The time between two looks for that room.
+const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
+
+/// Why a tenant does not change places with itself.
+pub fn swap_with_itself(tenant: &TenantName) -> String {
+    format!(
+        "tenant '{tenant}' cannot be swapped with itself: its processes are in one pause or resume at a time; pause and \
+         resume its tags one after the other"
+    )
+}
+
+/// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
+///
+/// # Errors
+/// [`Trouble`], which says what state both are in.
+pub fn swap(
+    from: &mut Coordinator,
+    to: &mut Coordinator,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Swap, Trouble> {
+    let started = Instant::now();
+    to.check_alive()?;
+    let (from, to) = lock_both(from, to)?;
+    let (moved, notes) = attempt(&[&from, &to], progress, |tries, progress| {
+        move_both(&from, &to, tries, started, progress)
+    })?;
+    let (mut paused, resumed) = match moved {
+        Moved::Both { paused, resumed } => (paused, resumed),
+        Moved::Neither { left } => one_after_the_other(&from, &to, left, progress)?,
+    };
+    paused.note(notes);
+    Ok(Swap { paused, resumed, wall_us: micros(started.elapsed()) })
+}
+
+/// The outcome of one try.
+enum Moved {
+    Both {
+        paused: Outcome,
+        resumed: Outcome,
+    },
+    /// The contexts of the second do not fit next to the first, of which this would leave.
+    Neither {
+        left: Scope,
+    },
+}
+
+/// Moves both at the same time, if both have something to move.
+fn move_both(
+    from: &Held<'_>,
+    to: &Held<'_>,
+    tries: &Tries,
+    started: Instant,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<Moved, Trouble> {
+    let shared = RefCell::new(progress);
+    let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
+    let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
+    let mut out = Session::open(from, &from.coordinator.options, Action::Pause, &mut tell_from)?;
+    // If the second did not come, going back would have it run.
+    if !out.members.is_empty() {
+        refuse_standing(&out.cast)?;
+    }
+    let mut back = Session::open(to, &to.coordinator.options, Action::Resume, &mut tell_to)?;
+    out.refuse_shallow()?;
+    if out.members.is_empty() || back.members.is_empty() {
+        let paused = from.finish(out, tries)?;
+        return Ok(Moved::Both { paused, resumed: to.finish(back, tries)? });
+    }
+    let left = out.round.resident_part(&out.cast.peers, &out.members);
+    match back.thaw() {
+        Err(error) if error.missing_device_bytes().is_some() => {
+            return Ok(Moved::Neither { left });
+        }
+        thawed => thawed?,
+    }
+    Pair { from, to, out, back, left, started }.change_places(tries, &mut tell_after)
+}
+
+/// Moves the first, then the second: the contexts of both do not fit together. `left` is the part of the first that leaves.
+fn one_after_the_other(
+    from: &Held<'_>,
+    to: &Held<'_>,
+    left: Scope,
+    progress: &mut dyn FnMut(Event<'_>),
+) -> Result<(Outcome, Outcome), Trouble> {
+    let paused = from.act(Action::Pause, progress)?;
+    match to.act(Action::Resume, progress) {
+        Ok(resumed) => Ok((paused, resumed)),
+        Err(source) => {
+            let losses = paused.into_losses();
+            Err(Stranded { left, losses, source }.go_back(from, to, progress))
+        }
+    }
+}
+
+/// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
+fn lock_both<'a>(
+    from: &'a Coordinator,
+    to: &'a Coordinator,
+) -> Result<(Held<'a>, Held<'a>), Trouble> {
+    let hold_from = || from.hold(Action::Pause);
+    let hold_to = || to.hold(Action::Resume);
+    if from.tenant.as_str() <= to.tenant.as_str() {
+        let from = hold_from()?;
+        Ok((from, hold_to()?))
+    } else {
+        let to = hold_to()?;
+        Ok((hold_from()?, to))
+    }
+}
+
+/// Two tenants that change places, both of which have something to move.
+struct Pair<'h> {
+    from: &'h Held<'h>,
+    to: &'h Held<'h>,
+    out: Session<'h>,
+    back: Session<'h>,
+    /// The part of the first that leaves.
+    left: Scope,
+    started: Instant,
+}
+
+impl Pair<'_> {
+    /// Both simultaneously. The contexts of the second are back.
+    fn change_places(
+        mut self,
+        tries: &Tries,
+        tell_after: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Moved, Trouble> {
+        self.out.round.overlap();
+        self.back.round.overlap();
+        let plan = match self.prepare(tries) {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.back.freeze_again();
+                return Err(error);
+            }
+        };
+
+        // The point of no return of the first.
+        let Self { from, to, mut out, mut back, left, started } = self;
+        out.report.window_bytes = Some(plan.window_bytes());
+        back.report.window_bytes = out.report.window_bytes;
+        let hindrance = exchange(&mut out, &mut back, plan, started);
+        out.account(started);
+        let came = match hindrance {
+            Some(stop) => Err(stop),
+            None => back.take_all(tries),
+        };
+        if let Err(stop) = came {
+            let source = to.coordinator.with_holders(back.undo(stop), None);
+            let stranded = Stranded { left, losses: out.report.losses, source };
+            // One that has not finished its part obeys nobody else as long as this leads it.
+            drop(out.cast);
+            let error = stranded.go_back(from, to, tell_after);
+            if !matches!(error, Trouble::NotBack { .. }) {
+                back.freeze_again();
+            }
+            return Err(error);
+        }
+        back.commit();
+        // Behind the second, which runs by then.
+        out.freeze(started);
+        back.account(started);
+        Ok(Moved::Both { paused: out.into_outcome(), resumed: back.into_outcome() })
+    }
+
+    /// All of the first prepares, if the second fits into what is free and what leaves.
+    fn prepare(&mut self, tries: &Tries) -> Result<Exchange, Trouble> {
+        self.refuse_wanted()?;
+        let Session { cast, round, members, .. } = &mut self.back;
+        let needed = needs_of_each(cast, round.scope(), members);
+        let needed = needed.map_err(|failures| self.refused(failures))?;
+        let needs: Vec<_> = needed.iter().flat_map(|needed| needed.devices.clone()).collect();
+        if !short_devices(&needs).is_empty() {
+            let Session { cast, round, members, .. } = &mut self.out;
+            let held = resident_bytes(cast, round.scope(), members);
+            self.check_room(&needs, &held)?;
+        }
+        // From here on processes of the first are stopped.
+        if let Err(stop) = self.out.prepare(tries) {
+            return Err(self.out.undo(stop));
+        }
+        let gives = last_said(&self.out);
+        if let Err(error) = self.look_again(&needs, &totals(gives.iter().flatten())) {
+            let undone = self.out.undo(Stop::Failed(error.failures().to_vec()));
+            return Err(if undone.left_unchanged() { error } else { undone });
+        }
+        Ok(Exchange::new(self.from.coordinator.options.window_bytes, &gives, &needed))
+    }
+
+    /// Refuses if the second wants memory of the first, which it can have while the first runs.
+    fn refuse_wanted(&mut self) -> Result<(), Trouble> {
+        if *self.out.round.scope() != Scope::Whole {
+            return Ok(());
+        }
+        let wanted = self.back.loans().wanted_of(self.from.dir.tenant());
+        match wanted.unwrap_or_else(|failures| failures) {
+            none if none.is_empty() => Ok(()),
+            wanted => Err(self.refused(wanted)),
+        }
+    }
+
+    /// The last look before the point of no return of the first, when it is known what each of its processes gives.
+    fn look_again(
+        &mut self,
+        needs: &[DeviceDelta],
+        gives: &BTreeMap<String, u64>,
+    ) -> Result<(), Trouble> {
+        self.check_room(needs, gives)?;
+        self.back.check_lock()?;
+        let alive = self.back.check_alive(Step::Phase(Phase::Restore));
+        alive.map_err(|dead| self.refused(dead))
+    }
+
+    /// The second cannot come, and nothing was changed.
+    fn refused(&self, failures: Vec<MemberFailure>) -> Trouble {
+        let runs = self.back.cast.peers.runs(self.back.members[0]);
+        Trouble::refused(self.back.cast.tenant(), (Action::Resume, runs), failures)
+    }
+
+    /// Refuses when the second does not fit into what is free and what the first gives, by device.
+    fn check_room(
+        &self,
+        needs: &[DeviceDelta],
+        gives: &BTreeMap<String, u64>,
+    ) -> Result<(), Trouble> {
+        let with_room = |need: &DeviceDelta| {
+            let given = gives.get(&need.uuid).copied().unwrap_or(0);
+            DeviceDelta { free_bytes: need.free_bytes.saturating_add(given), ..need.clone() }
+        };
+        let with_room: Vec<_> = needs.iter().map(with_room).collect();
+        let short = short_devices(&with_room);
+        let Some(shortage) = short.first() else { return Ok(()) };
+        let kind = FailureKind::DoesNotFit { missing_bytes: shortage.missing_bytes() };
+        let from = self.from.coordinator;
+        let message = format!(
+            "its tenant does not fit, not even without {}",
+            from.options.scope.subject(&from.tenant)
+        );
+        let who = self.back.cast.peers.who(self.back.members[0]);
+        let step = Step::Phase(Phase::Restore);
+        let mut error = self.refused(vec![MemberFailure::new(who, step, kind, message)]);
+        if let Trouble::Refused { shortages, .. } = &mut error {
+            *shortages = short;
+        }
+        Err(self.to.coordinator.with_holders(error, Some((&from.tenant, gives))))
+    }
+}
+
+/// The devices of each member of a session, as it said in the last phase, in their order.
+fn last_said(session: &Session<'_>) -> Vec<Vec<DeviceDelta>> {
+    let said = session.report.phases.last().map_or(&[][..], |phase| &phase.members);
+    let of = |index: &usize| {
+        let who = session.cast.peers.who(*index);
+        let found = said.iter().find(|member| member.who == who);
+        found.map(|member| member.report.devices.clone()).unwrap_or_default()
+    };
+    session.members.iter().map(of).collect()
+}
+
+/// A first tenant that has left for a second that did not come.
+struct Stranded {
+    /// The part of it that is away.
+    left: Scope,
+    losses: Vec<MemberFailure>,
+    /// Why the second did not come.
+    source: Trouble,
+}
+
+impl Stranded {
+    /// Brings it back. Where the second keeps some of the room for that, because it could not be taken back wholly, it is told to again for a moment.
+    fn go_back(
+        self,
+        from: &Held<'_>,
+        to: &Held<'_>,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Trouble {
+        let Self { left, mut losses, source } = self;
+        // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
+        let Options { timeout, finish_timeout, .. } = from.coordinator.options;
+        let options = Options {
+            timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
+            interrupt: None,
+            look_first: false,
+            scope: left.clone(),
+            ..from.coordinator.options.clone()
+        };
+        let until = Instant::now() + KEPT_ROOM_WAIT;
+        let resumed = loop {
+            let session = Session::open(from, &options, Action::Resume, progress);
+            let resumed = session.and_then(|session| session.run(&Tries::default()));
+            let is_short =
+                |error: &Trouble| error.missing_device_bytes().is_some() && error.left_unchanged();
+            if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
+                break resumed;
+            }
+            // Opening it finishes what an undo has left.
+            let quiet =
+                Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
+            drop(Session::open(to, &quiet, Action::Resume, progress).map(drop));
+            pause_thread(KEPT_ROOM_LOOK);
+        };
+        let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
+        match resumed {
+            Ok(resumed) => {
+                losses.extend(resumed.into_losses());
+                Trouble::WentBack { tenant, left, losses, source }
+            }
+            Err(error) => {
+                let resume = Box::new(from.coordinator.with_holders(error, None));
+                Trouble::NotBack { tenant, left, losses, resume, source }
+            }
+        }
+    }
+}

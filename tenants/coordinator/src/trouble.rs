@@ -1,0 +1,496 @@
+//! Why a command did not do what it was asked, and how it left the tenants.
+
+mod words;
+
+use std::path::PathBuf;
+
+use super::{figures::DeviceShortage, report::MemberFailure};
+use sublet_protocol::host_memory::HostShortage;
+use sublet_protocol::identity::TenantName;
+use sublet_protocol::run_dir::RunDirError;
+use sublet_protocol::saving::SaveDirError;
+use sublet_protocol::transport::TransportError;
+use sublet_protocol::wire::{Action, FailureKind};
+use sublet_protocol::{code::Code, error_text::chain, scope::Scope};
+
+pub(crate) use words::silence;
+use words::{
+    back, causes, gerund, joined, known, known_tags, listed, lost, may_pass, noun, quoted_tags,
+    save_hint, stay, undone, way_on,
+};
+
+/// Why a command was not carried out. Unless it says otherwise, all tenants are as before.
+#[expect(missing_docs, reason = "messages name what the fields are")]
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Trouble {
+    /// The command is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The process that asks has not joined a tenant.
+    #[error("{0}")]
+    NotJoined(String),
+    /// Nobody ever ran under that name, or all of it is gone.
+    #[error("there is no tenant '{tenant}' ({})", known(existing))]
+    NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
+    /// All processes of the tenant are dead; what they left behind was removed.
+    #[error(
+        "tenant '{tenant}' has no live process; what its {dead} dead processes left behind was removed"
+    )]
+    NoProcess { tenant: TenantName, dead: usize },
+    /// The run directory is not usable, or somebody else coordinates.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// A process lives but cannot be spoken to.
+    #[error("a process of tenant '{tenant}' cannot be reached; nothing was changed")]
+    Unreachable {
+        tenant: TenantName,
+        #[source]
+        source: TransportError,
+    },
+    /// A process lives but did not say who it is.
+    #[error("{} of '{tenant}' not started: {why}; nothing was changed", noun(*action))]
+    NoGreeting {
+        tenant: TenantName,
+        action: Action,
+        failure: Box<MemberFailure>,
+        /// Why, and what to do about it.
+        why: String,
+    },
+    /// Processes run different versions of Sublet.
+    #[error(
+        "the processes of tenant '{tenant}' run different versions of Sublet ({versions}): \
+         run all of them with one; nothing was changed"
+    )]
+    VersionsDiffer {
+        tenant: TenantName,
+        /// Version and process ids, as text.
+        versions: String,
+    },
+    /// A process of the tenant has lost something.
+    #[error(
+        "process {pid} of tenant '{tenant}' is faulted and can neither be paused nor resumed: end it, \
+         then try again; {} before that",
+        save_hint(tenant)
+    )]
+    Faulted { tenant: TenantName, pid: u32 },
+    /// No process of the tenant has ever used these tags.
+    #[error(
+        "tenant '{tenant}' has no memory with the {}; {}",
+        quoted_tags(unknown),
+        known_tags(known)
+    )]
+    UnknownTags {
+        tenant: TenantName,
+        /// The requested tags that nobody knows.
+        unknown: Vec<String>,
+        known: Vec<String>,
+    },
+    /// A pause by tag of processes that stand still.
+    #[error(
+        "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
+    )]
+    PausedAlready { tenant: TenantName },
+    /// Only memory of some tags is away, and the processes stand still until all of it is back.
+    #[error(
+        "{what} is paused alone, and the job stands still until all of that is back: `sublet resume {tenant}` first, or \
+         `sublet pause {tenant}`, which takes the rest"
+    )]
+    StandsStill { tenant: TenantName, what: String },
+    /// A deep pause of processes that the driver cannot freeze.
+    #[error(
+        "tenant '{tenant}' cannot be paused deep: {why}; nothing was changed. `sublet pause {tenant}` frees its memory, and \
+         leaves its contexts on the GPUs"
+    )]
+    NotDeep { tenant: TenantName, why: String },
+    /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
+    #[error(
+        "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
+         end these processes, then try again; {} before that",
+        listed(failures),
+        save_hint(tenant)
+    )]
+    Unrecovered { tenant: TenantName, failures: Vec<MemberFailure> },
+    /// Host memory is too small for a pause that copies all memory of the tenant. No process has begun.
+    #[error("tenant '{tenant}': {shortage}")]
+    HostShort { tenant: TenantName, shortage: HostShortage },
+    /// Preparing was called off. What had come in stays, for the next pause.
+    #[error(
+        "preparing tenant '{tenant}' was called off; what was brought in stays for its next pause, and `sublet ps` shows it"
+    )]
+    NotPrepared { tenant: TenantName },
+    /// The directory that contents were to be saved in is not usable. No process was asked to write.
+    #[error(transparent)]
+    SaveDir(#[from] SaveDirError),
+    /// No process has given memory up that could be saved.
+    #[error(
+        "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
+    )]
+    NothingSaved { tenant: TenantName },
+    /// The disk is too small for what is saved. Nothing was written.
+    #[error(
+        "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
+         more, or name a directory on another disk",
+        dir.display(), needed_bytes.saturating_sub(*free_bytes)
+    )]
+    NoSpace {
+        tenant: TenantName,
+        dir: PathBuf,
+        needed_bytes: u64,
+        /// Bytes that the filesystem has free.
+        free_bytes: u64,
+    },
+    /// Saving was called off. What was written is removed.
+    #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
+    NotSaved { tenant: TenantName },
+    /// No process could write. Nothing is left in the directory.
+    #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), joined(failures))]
+    SaveFailed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
+    /// Processes joined again and again while the tenant was being paused. Everything was undone.
+    #[error(
+        "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
+    )]
+    Joined { tenant: TenantName },
+    /// It was called off before the point of no return. Everything was undone, but for what
+    /// `undo_failures` says.
+    #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, *runs, undo_failures))]
+    CalledOff {
+        tenant: TenantName,
+        action: Action,
+        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        runs: bool,
+        /// The members that could not be taken back.
+        undo_failures: Vec<MemberFailure>,
+    },
+    /// The process that coordinated what all processes requested has failed, and told the others.
+    #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
+    FailedTogether { tenant: TenantName, action: Action, why: String },
+    /// A member did not do its part before the point of no return. Everything was undone, but for what
+    /// `undo_failures` says.
+    #[error(
+        "{} tenant '{tenant}' failed: {}{}{}",
+        gerund(*action), causes(failures, shortages), undone(*action, *runs, undo_failures),
+        way_on(*action, tenant, failures)
+    )]
+    Refused {
+        tenant: TenantName,
+        action: Action,
+        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        runs: bool,
+        /// The members that did not do their part; never empty.
+        failures: Vec<MemberFailure>,
+        /// The limit that leaves too little host memory, if that is why.
+        host_short: Option<Box<HostShortage>>,
+        /// The members that could not be taken back.
+        undo_failures: Vec<MemberFailure>,
+        /// Of a resume: devices that cannot hold the tenant now, and who holds them.
+        shortages: Vec<DeviceShortage>,
+    },
+    /// The second tenant of a swap did not come while the first left, and the first was resumed again.
+    #[error(
+        "{source}. {} was paused for it, and is active again{}",
+        left.subject_first(tenant),
+        lost(losses)
+    )]
+    WentBack {
+        /// The first.
+        tenant: TenantName,
+        /// The part of it that had been paused.
+        left: Scope,
+        losses: Vec<MemberFailure>,
+        /// Why the second did not come.
+        source: Box<Self>,
+    },
+    /// As [`Trouble::WentBack`], and the first could not be resumed: what of it had left is paused still, as what was to come is.
+    #[error(
+        "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
+        left.subject_first(tenant),
+        left.is_away(tenant),
+        lost(losses),
+        left.resume_command(tenant)
+    )]
+    NotBack {
+        tenant: TenantName,
+        /// The part of it that is paused now.
+        left: Scope,
+        losses: Vec<MemberFailure>,
+        /// Why the first did not resume.
+        resume: Box<Self>,
+        source: Box<Self>,
+    },
+    /// A tenant that is switched to does not fit, even if all make way.
+    #[error("{why}; nothing was changed")]
+    Never {
+        tenant: TenantName,
+        why: String,
+        /// The devices on which it lacks memory.
+        gpus: Vec<String>,
+    },
+    /// Somebody in the way of a tenant that is switched to is in a turn.
+    #[error(
+        "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"
+    )]
+    Busy { tenant: TenantName, why: String },
+    /// A switch was called off while it waited.
+    #[error("switching to tenant '{tenant}' was called off; nothing was changed")]
+    NotSwitched { tenant: TenantName },
+    /// One that was to make way did not, or the tenant did not come; what had been paused is active again.
+    #[error("{}; {}", chain(source), back(were_paused))]
+    Undone {
+        were_paused: Vec<TenantName>,
+        /// The tenant that could not be paused, if that is why.
+        refused_by: Option<TenantName>,
+        source: Box<Self>,
+    },
+    /// As [`Trouble::Undone`], and some of those that had been paused did not come back.
+    #[error("{}; {}", chain(source), stay(stay_paused))]
+    NotUndone {
+        /// The tenants that are paused now, and why.
+        stay_paused: Vec<(TenantName, Self)>,
+        /// The tenant that could not be paused, if the switch failed for that.
+        refused_by: Option<TenantName>,
+        source: Box<Self>,
+    },
+}
+
+impl Trouble {
+    /// It was called off before anything was done.
+    pub(crate) fn called_off_before(tenant: TenantName, action: Action) -> Self {
+        let runs = action == Action::Pause;
+        Self::CalledOff { tenant, action, runs, undo_failures: Vec::new() }
+    }
+
+    /// It was refused for `failures`, with all as before. Did its processes run before?
+    pub(crate) fn refused(
+        tenant: TenantName,
+        (action, runs): (Action, bool),
+        failures: Vec<MemberFailure>,
+    ) -> Self {
+        Self::Refused {
+            tenant,
+            action,
+            runs,
+            failures,
+            host_short: None,
+            undo_failures: Vec::new(),
+            shortages: Vec::new(),
+        }
+    }
+
+    /// The first trouble, where others follow from it: of a switch or swap, why somebody did not leave or come.
+    pub fn cause(&self) -> &Self {
+        let (Self::WentBack { source, .. }
+        | Self::NotBack { source, .. }
+        | Self::Undone { source, .. }
+        | Self::NotUndone { source, .. }) = self
+        else {
+            return self;
+        };
+        source.cause()
+    }
+
+    /// Returns the members that did not do their part before the point of no return; empty when something else was the
+    /// matter.
+    pub fn failures(&self) -> &[MemberFailure] {
+        if let Self::Refused { failures, .. } = self.cause() { failures } else { &[] }
+    }
+
+    /// Did one process want to act alone on memory that others hold too? All of them together can.
+    pub fn is_shared(&self) -> bool {
+        let shared = |failure: &MemberFailure| failure.failure.kind == FailureKind::Shared;
+        self.failures().iter().any(shared) && self.left_unchanged()
+    }
+
+    /// The limit that leaves too little host memory for the tenant, if that is why it was refused.
+    pub(crate) fn host_short(&self) -> Option<&HostShortage> {
+        if let Self::Refused { host_short, .. } = self { host_short.as_deref() } else { None }
+    }
+
+    /// Devices that cannot hold the tenant now; empty when something else was the matter.
+    pub fn shortages(&self) -> &[DeviceShortage] {
+        if let Self::Refused { shortages, .. } = self.cause() { shortages } else { &[] }
+    }
+
+    /// The tags that the tenant has, where a command named others.
+    pub fn known_tags(&self) -> &[String] {
+        if let Self::UnknownTags { known, .. } = self { known } else { &[] }
+    }
+
+    /// Returns the device memory that was missing, in bytes, when that is why: the largest figure of one device.
+    pub fn missing_device_bytes(&self) -> Option<u64> {
+        let of_devices = self.shortages().iter().map(DeviceShortage::missing_bytes).max();
+        let of = |failure: &MemberFailure| failure.failure.kind.missing_device_bytes();
+        of_devices.or_else(|| self.failures().iter().filter_map(of).max())
+    }
+
+    /// The tenant that could not be paused, and why, if a switch failed for that.
+    pub fn refusal(&self) -> Option<(&TenantName, &Self)> {
+        let (Self::Undone { refused_by, source, .. } | Self::NotUndone { refused_by, source, .. }) =
+            self
+        else {
+            return None;
+        };
+        Some((refused_by.as_ref()?, source))
+    }
+
+    /// Has the tenant ended?
+    pub fn is_gone(&self) -> bool {
+        matches!(self, Self::NoSuchTenant { .. } | Self::NoProcess { .. })
+    }
+
+    /// Is this what became of a command for `tenant`?
+    pub fn is_about(&self, tenant: &TenantName) -> bool {
+        match self {
+            Self::NoSuchTenant { tenant: own, .. }
+            | Self::NoProcess { tenant: own, .. }
+            | Self::RunDir(
+                RunDirError::Locked { tenant: own, .. } | RunDirError::LockGone { tenant: own },
+            )
+            | Self::Unreachable { tenant: own, .. }
+            | Self::NoGreeting { tenant: own, .. }
+            | Self::VersionsDiffer { tenant: own, .. }
+            | Self::Faulted { tenant: own, .. }
+            | Self::UnknownTags { tenant: own, .. }
+            | Self::PausedAlready { tenant: own }
+            | Self::StandsStill { tenant: own, .. }
+            | Self::NotDeep { tenant: own, .. }
+            | Self::Unrecovered { tenant: own, .. }
+            | Self::HostShort { tenant: own, .. }
+            | Self::NotPrepared { tenant: own }
+            | Self::NothingSaved { tenant: own }
+            | Self::NoSpace { tenant: own, .. }
+            | Self::NotSaved { tenant: own }
+            | Self::SaveFailed { tenant: own, .. }
+            | Self::Joined { tenant: own }
+            | Self::CalledOff { tenant: own, .. }
+            | Self::FailedTogether { tenant: own, .. }
+            | Self::Refused { tenant: own, .. }
+            | Self::Never { tenant: own, .. }
+            | Self::Busy { tenant: own, .. }
+            | Self::NotSwitched { tenant: own } => own == tenant,
+            Self::WentBack { .. }
+            | Self::NotBack { .. }
+            | Self::Undone { .. }
+            | Self::NotUndone { .. } => self.cause().is_about(tenant),
+            Self::Usage(_) | Self::NotJoined(_) | Self::RunDir(_) | Self::SaveDir(_) => false,
+        }
+    }
+
+    /// Can the same call succeed later, when others have given memory back or finished what they do?
+    pub fn is_retryable(&self) -> bool {
+        let is_passing = matches!(
+            self.cause(),
+            Self::RunDir(
+                RunDirError::Locked { .. }
+                    | RunDirError::LockGone { .. }
+                    | RunDirError::Switching { .. }
+            ) | Self::Joined { .. }
+                | Self::CalledOff { .. }
+                | Self::Refused { .. }
+                | Self::Busy { .. }
+                | Self::NotSwitched { .. }
+        );
+        let may_pass = |failure: &MemberFailure| may_pass(failure.failure.kind);
+        is_passing && self.left_unchanged() && self.failures().iter().all(may_pass)
+    }
+
+    /// Is every process as it was before the call?
+    pub fn left_unchanged(&self) -> bool {
+        let has_lost = matches!(self, Self::WentBack { losses, .. } if !losses.is_empty());
+        let is_half_done = matches!(self, Self::NotBack { .. } | Self::NotUndone { .. });
+        let cause = self.cause();
+        let is_out_of_hand =
+            matches!(cause, Self::Unrecovered { .. } | Self::FailedTogether { .. });
+        let (Self::Refused { undo_failures, .. } | Self::CalledOff { undo_failures, .. }) = cause
+        else {
+            return !is_out_of_hand && !has_lost && !is_half_done;
+        };
+        undo_failures.is_empty() && !has_lost && !is_half_done
+    }
+}
+
+impl From<&Trouble> for Code {
+    fn from(error: &Trouble) -> Self {
+        match error {
+            Trouble::NoSuchTenant { .. } | Trouble::NoProcess { .. } => Self::NoSuchTenant,
+            Trouble::RunDir(error) => error.into(),
+            Trouble::Unreachable { .. } | Trouble::NoGreeting { .. } => Self::NoAnswer,
+            Trouble::VersionsDiffer { .. } => Self::VersionsDiffer,
+            Trouble::Faulted { .. } | Trouble::Unrecovered { .. } => Self::Lost,
+            Trouble::UnknownTags { .. } => Self::UnknownTag,
+            Trouble::PausedAlready { .. }
+            | Trouble::StandsStill { .. }
+            | Trouble::NothingSaved { .. }
+            | Trouble::NotDeep { .. } => Self::WrongState,
+            Trouble::Joined { .. } => Self::Joined,
+            Trouble::Never { .. } => Self::GpuFull,
+            Trouble::Busy { .. } => Self::Busy,
+            Trouble::CalledOff { .. }
+            | Trouble::NotSwitched { .. }
+            | Trouble::NotPrepared { .. }
+            | Trouble::NotSaved { .. } => Self::CalledOff,
+            Trouble::WentBack { source, .. }
+            | Trouble::NotBack { source, .. }
+            | Trouble::Undone { source, .. }
+            | Trouble::NotUndone { source, .. } => (&**source).into(),
+            Trouble::HostShort { .. } | Trouble::NoSpace { .. } => Self::HostFull,
+            Trouble::Usage(_) | Trouble::NotJoined(_) | Trouble::SaveDir(_) => Self::Usage,
+            Trouble::FailedTogether { .. } => Self::Other,
+            Trouble::Refused { failures, .. } | Trouble::SaveFailed { failures, .. } => {
+                // Those that were told to stop, because another failed, are not why.
+                let kinds = || failures.iter().map(|failure| failure.failure.kind);
+                let why = kinds().find(|kind| *kind != FailureKind::CalledOff);
+                why.or_else(|| kinds().next()).map_or(Self::Other, Self::from)
+            }
+        }
+    }
+}
+
+/// Why an action ends before its point of no return.
+pub(super) enum Stop {
+    Failed(Vec<MemberFailure>),
+    /// The members need more host memory than this limit leaves.
+    HostShort(Box<HostShortage>, MemberFailure),
+    CalledOff,
+    /// Processes have joined since the members were listed.
+    Joined,
+    /// See [`RunDirError::LockGone`].
+    LockGone,
+}
+
+impl From<Vec<MemberFailure>> for Stop {
+    fn from(failures: Vec<MemberFailure>) -> Self {
+        Self::Failed(failures)
+    }
+}
+
+impl Stop {
+    /// The failures that it is about.
+    pub(super) fn failures(&self) -> Vec<MemberFailure> {
+        match self {
+            Self::Failed(failures) => failures.clone(),
+            Self::HostShort(_, failure) => vec![failure.clone()],
+            Self::CalledOff | Self::Joined | Self::LockGone => Vec::new(),
+        }
+    }
+
+    pub(super) fn host_shortage(self) -> Option<Box<HostShortage>> {
+        if let Self::HostShort(short, _) = self { Some(short) } else { None }
+    }
+
+    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
+    pub(super) fn naming(mut self, absent: &[String]) -> Self {
+        let in_vain = |failure: &&mut MemberFailure| {
+            matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)
+        };
+        if let Self::Failed(failures) = &mut self
+            && let Some(first) = failures.iter_mut().find(in_vain)
+        {
+            for sentence in absent {
+                first.failure.message.push_str("; ");
+                first.failure.message.push_str(sentence);
+            }
+        }
+        self
+    }
+}

@@ -1,0 +1,310 @@
+//! The connections that an agent serves, and how much one of them may take of its time and memory.
+//!
+//! Nothing here blocks: an answer that a client does not take waits in a queue of its own, and while it
+//! does, nothing more is read from that client. A client that stands still in the middle of a message, or
+//! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+
+use sublet_protocol::transport::{Connection, Direction, TransportError};
+use sublet_protocol::wire::{Failure, FailureKind, Reply, Request};
+
+/// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
+/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
+/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
+/// listening socket's queue.
+pub const CONNECTIONS_MAX: usize = 256;
+/// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
+/// sends new limits without waiting for the answer to the last.
+pub const OPEN_REQUESTS_MAX: usize = 256;
+/// Requests answered on one connection before the others have their turn.
+pub const REQUESTS_PER_TURN_MAX: usize = 16;
+/// The time that a client may stand still inside a message, or with an answer that it does not take.
+pub const STALL_MAX: Duration = Duration::from_secs(10);
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Client {
+    number: u64,
+    pub(super) connection: Connection,
+    /// A socket that this very process was seen to listen at; it does as long as the socket has its name.
+    pub(super) listens_at: Option<PathBuf>,
+    /// Requests that are answered later and have not been.
+    open_requests: usize,
+    last_request: Instant,
+    /// Has it asked anything yet?
+    was_served: bool,
+    stalled_since: Option<Instant>,
+}
+
+/// All connections, by numbers that are never used twice.
+#[derive(Debug, Default)]
+pub(super) struct Clients {
+    list: Vec<Client>,
+    last_number: u64,
+}
+
+impl Clients {
+    /// Is there room for one more, be it in the place of one that is idle? `keep` never goes.
+    pub(super) fn has_room(&self, keep: Option<u64>) -> bool {
+        self.list.len() < CONNECTIONS_MAX || self.idle(keep).is_some()
+    }
+
+    /// Takes a connection in. Returns the client that had to go for it; none when nobody is idle, and
+    /// then the new one is closed. `keep` never goes.
+    pub(super) fn add(&mut self, connection: Connection, keep: Option<u64>) -> Option<u64> {
+        let mut closed = None;
+        if self.list.len() >= CONNECTIONS_MAX {
+            let Some(number) = self.idle(keep) else {
+                tracing::warn!(peer = %connection.peer(), "too many connections: closed");
+                return None;
+            };
+            tracing::debug!(peer = %connection.peer(), "too many connections: the longest idle goes");
+            self.close(number);
+            closed = Some(number);
+        }
+        self.last_number += 1;
+        self.list.push(Client {
+            number: self.last_number,
+            connection,
+            listens_at: None,
+            open_requests: 0,
+            last_request: Instant::now(),
+            was_served: false,
+            stalled_since: None,
+        });
+        closed
+    }
+
+    /// The client that has been idle longest.
+    fn idle(&self, keep: Option<u64>) -> Option<u64> {
+        let now = Instant::now();
+        let mut candidates: Vec<&Client> = self
+            .list
+            .iter()
+            .filter(|client| client.may_go(now) && Some(client.number) != keep)
+            .collect();
+        candidates.sort_unstable_by_key(|client| client.last_request);
+        candidates.into_iter().find(|client| !client.has_unread()).map(|client| client.number)
+    }
+
+    pub(super) fn close(&mut self, number: u64) {
+        self.list.retain(|client| client.number != number);
+    }
+
+    pub(super) fn numbers(&self) -> Vec<u64> {
+        self.list.iter().map(|client| client.number).collect()
+    }
+
+    /// Returns the events to wait for: room for an answer where one waits, else a request.
+    pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+        self.list.iter().map(|client| {
+            let waits = client.connection.has_queued();
+            let events = if waits { PollFlags::POLLOUT } else { PollFlags::POLLIN };
+            PollFd::new(client.connection.as_fd(), events)
+        })
+    }
+
+    /// When the next client will have stood still for too long, or may go because it asks nothing.
+    pub(super) fn next_stall(&self) -> Option<Instant> {
+        let stalled = self.list.iter().filter_map(|client| client.stalled_since).min();
+        let is_full = self.list.len() >= CONNECTIONS_MAX;
+        let now = Instant::now();
+        let mute = self.list.iter().filter(|client| is_full && !client.was_served);
+        let mute = mute.map(|client| client.last_request).filter(|at| *at + STALL_MAX > now).min();
+        stalled.into_iter().chain(mute).min().map(|at| at + STALL_MAX)
+    }
+
+    /// Sends what waits for client `number`, then takes its next request; none when it has not come, or an answer is
+    /// still waiting.
+    ///
+    /// # Errors
+    /// When the connection is of no use any more, or has stood still for too long.
+    pub(super) fn next_request(&mut self, number: u64) -> Result<Option<Request>, TransportError> {
+        let Some(client) = self.find(number) else {
+            return Ok(None);
+        };
+        if !client.connection.flush()? {
+            return client.note_stall().map(|()| None);
+        }
+        let request = client.connection.try_receive::<Request>()?;
+        if request.is_some() {
+            client.last_request = Instant::now();
+            client.was_served = true;
+            client.stalled_since = None;
+        }
+        client.note_stall()?;
+        Ok(request.map(|(request, _no_fds)| request))
+    }
+
+    /// Client `number` has requested something that will be answered later. False when it has too much
+    /// of that already.
+    pub(super) fn open_request(&mut self, number: u64) -> bool {
+        let Some(client) = self.find(number) else {
+            return false;
+        };
+        let fits = client.open_requests < OPEN_REQUESTS_MAX;
+        client.open_requests += usize::from(fits);
+        fits
+    }
+
+    /// Answers an earlier [`Clients::open_request`].
+    pub(super) fn answer_open(&mut self, number: u64, reply: &Reply) {
+        if let Some(client) = self.find(number) {
+            client.open_requests = client.open_requests.saturating_sub(1);
+        }
+        self.answer(number, reply, Vec::new());
+    }
+
+    /// Answers client `number`, as far as it takes the answer now; the rest follows in its turns.
+    pub(super) fn answer(&mut self, number: u64, reply: &Reply, fds: Vec<OwnedFd>) {
+        let Some(client) = self.find(number) else {
+            return;
+        };
+        let sent = match client.connection.queue(reply, fds) {
+            Err(error @ TransportError::TooLong { .. }) => {
+                let failure = Failure { kind: FailureKind::Unknown, message: error.to_string() };
+                client.connection.queue(&Reply::Failed(failure), Vec::new())
+            }
+            queued => queued,
+        };
+        let flushed = sent.and_then(|()| client.connection.flush());
+        if let Err(error) = flushed.and_then(|_all| client.note_stall()) {
+            // Its next turn finds the same, and closes it.
+            tracing::debug!(%error, "an answer was not delivered");
+        }
+    }
+
+    /// The connection of client `number`.
+    pub(super) fn connection(&self, number: u64) -> Option<&Connection> {
+        let client = self.list.iter().find(|client| client.number == number)?;
+        Some(&client.connection)
+    }
+
+    /// Counts the requests of client `number` that are answered later and have not been.
+    pub(super) fn owed(&self, number: u64) -> usize {
+        let client = self.list.iter().find(|client| client.number == number);
+        client.map_or(0, |client| client.open_requests)
+    }
+
+    /// Has client `number` ended, or hung up? What it has sent before may still be unread.
+    pub(super) fn has_ended(&self, number: u64) -> bool {
+        let client = self.list.iter().find(|client| client.number == number);
+        client.is_none_or(Client::has_ended)
+    }
+
+    pub(super) fn find(&mut self, number: u64) -> Option<&mut Client> {
+        self.list.iter_mut().find(|client| client.number == number)
+    }
+}
+
+impl Client {
+    /// Does nobody wait for an answer on it, as far as is known here? One that has just connected is about to ask.
+    fn may_go(&self, now: Instant) -> bool {
+        let asks_nothing = self.was_served || now >= self.last_request + STALL_MAX;
+        asks_nothing
+            && self.open_requests == 0
+            && !self.connection.is_mid_frame()
+            && !self.connection.has_queued()
+    }
+
+    /// Is there a question that has not been looked at?
+    fn has_unread(&self) -> bool {
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
+        let ready = matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..));
+        let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
+        ready && !hung_up
+    }
+
+    fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
+        let looked = nix::poll::poll(&mut fds, PollTimeout::ZERO).is_ok();
+        let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
+        // A child that it has forked may hold its end of the connection.
+        looked && (hung_up || self.connection.process().has_ended())
+    }
+
+    fn note_stall(&mut self) -> Result<(), TransportError> {
+        let (mid_frame, queued) = (self.connection.is_mid_frame(), self.connection.has_queued());
+        if !mid_frame && !queued {
+            self.stalled_since = None;
+            return Ok(());
+        }
+        let since = *self.stalled_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < STALL_MAX {
+            return Ok(());
+        }
+        let waiting_to = if queued { Direction::Send } else { Direction::Receive };
+        Err(TransportError::Deadline { peer: self.connection.peer(), waiting_to })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use sublet_protocol::transport::frame::encode;
+
+    /// As many clients as there may be, and their other ends.
+    fn full() -> (Clients, Vec<UnixStream>) {
+        let mut clients = Clients::default();
+        let ends = (0..CONNECTIONS_MAX).map(|_| connect(&mut clients).0).collect();
+        (clients, ends)
+    }
+
+    /// A new client's other end, and who had to go for it.
+    fn connect(clients: &mut Clients) -> (UnixStream, Option<u64>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let closed = clients.add(Connection::accepted(theirs).unwrap(), None);
+        (ours, closed)
+    }
+
+    fn ask(end: &mut UnixStream) {
+        std::io::Write::write_all(end, &encode(&Request::Hello, 0).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn clients_whose_questions_are_not_answered_keep_their_places() {
+        let (mut clients, mut ends) = full();
+        assert!(!clients.has_room(None), "one that is about to ask would have to go");
+        for end in &mut ends {
+            ask(end);
+        }
+        assert!(!clients.has_room(None), "one that has asked would have to go");
+        let [first, second, third] = [0, 1, 2].map(|index| clients.numbers()[index]);
+        for number in [second, first, third] {
+            assert_eq!(clients.next_request(number).unwrap().unwrap(), Request::Hello);
+        }
+        assert!(clients.open_request(second));
+        ask(&mut ends[0]);
+        // The second waits for its answer, and the first has asked once more.
+        assert_eq!(connect(&mut clients).1, Some(third));
+        assert!(!clients.has_room(None));
+        clients.answer_open(second, &Reply::Noted);
+        assert!(!clients.has_room(Some(second)));
+        assert_eq!(connect(&mut clients).1, Some(second));
+    }
+
+    #[test]
+    fn clients_that_have_hung_up_or_ask_nothing_hold_no_place_for_long() {
+        let (mut clients, mut ends) = full();
+        let number = clients.numbers()[0];
+        ask(&mut ends[0]);
+        assert_eq!(clients.next_request(number).unwrap().unwrap(), Request::Hello);
+        drop(ends);
+        assert!(clients.has_room(None));
+        let (mut clients, _ends) = full();
+        let mute_until = clients.next_stall().unwrap();
+        assert!(mute_until > Instant::now() && mute_until <= Instant::now() + STALL_MAX);
+        for client in &mut clients.list {
+            client.last_request -= STALL_MAX;
+        }
+        assert!(clients.has_room(None));
+        assert_eq!(clients.next_stall(), None);
+    }
+}

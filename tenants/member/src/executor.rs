@@ -1,0 +1,226 @@
+//! The thread of a member that works: one job at a time, in the order in which the agent gives them. It alone drives devices.
+
+mod freezing;
+mod participants;
+mod phases;
+mod reports;
+mod resuming;
+mod saving;
+mod selection;
+mod stepping;
+mod termination;
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender};
+use vmm_pool::driver::Driver;
+use vmm_pool::threads::text_of;
+use vmm_pool::{Keeper, Pool, UninheritedFd};
+
+use super::failures::{failed_inside, frozen};
+use super::progress::Progress;
+use super::{Member, lifecycle::Lifecycle};
+use saving::Saving;
+use sublet_protocol::phase::{Action, Stage};
+use sublet_protocol::scope::Scope;
+use sublet_protocol::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
+
+/// No connection has this number.
+pub(super) const NOBODY: u64 = 0;
+
+/// A job of the worker thread.
+pub(super) struct Job {
+    /// The connection that asked; [`NOBODY`] for a step of our own.
+    pub(super) connection: u64,
+    pub(super) work: Work,
+    pub(super) deadline: Instant,
+}
+
+pub(super) enum Work {
+    /// An order of this round, or to settle it.
+    Phase(Option<u64>, Order),
+    Needs(Scope, bool),
+    Cut {
+        hold: Hold,
+        /// The number that [`sublet_protocol::cut::Cut::claim`] gave.
+        asked: u64,
+    },
+    Step {
+        step: StepOn,
+        /// The number that [`sublet_protocol::cut::Cut::claim`] gave.
+        asked: u64,
+    },
+    Save(SaveStep),
+    /// And whether the process that asked has gone: the next to lead waits behind it.
+    Spill(SpillStep, Arc<AtomicBool>),
+    /// See [`sublet_protocol::wire::Count`].
+    Count,
+    /// See [`sublet_protocol::wire::LookIdle`].
+    Idle(u64),
+    /// An answer that is known, to be given behind those that the worker gives.
+    Say(Reply),
+    /// Memory that nothing but closed tickets holds is given back.
+    EndTickets,
+    /// This connection, which had requested [`Work::Save`], is closed.
+    EndSave(u64),
+    /// The agent's thread has ended in this panic.
+    Fail(String),
+}
+
+/// The outcome of a job.
+pub(super) struct Done {
+    pub(super) connection: u64,
+    /// None for a look at the cut, which leaves nothing to undo but the hold.
+    pub(super) phase: Option<Phase>,
+    pub(super) reply: Reply,
+}
+
+/// The part of a member that works. The thread that it is on has it alone.
+pub(super) struct Executor<D: Driver> {
+    member: Arc<Member<D>>,
+    pool: Arc<Pool<D>>,
+    lifecycle: Arc<Lifecycle>,
+    /// The pause or resume under way.
+    progress: Progress<D>,
+    saving: Option<Saving>,
+    /// Descriptors of a resume that is over, to be closed when there is time.
+    spare: Vec<UninheritedFd>,
+    /// This process is paused, and others may still be at it.
+    is_pausing: bool,
+    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
+    nccl_is_asked_away: bool,
+}
+
+/// Starts the thread, which has `keeper`. Jobs go in, and what has come of each comes out.
+pub(super) fn spawn<D: Driver>(
+    member: &Arc<Member<D>>,
+    keeper: Keeper<D>,
+) -> io::Result<(Sender<Job>, Receiver<Done>)> {
+    let (jobs, queue) = crossbeam_channel::unbounded();
+    let (report, done) = crossbeam_channel::unbounded();
+    let executor = Executor::new(Arc::clone(member), Progress::Rest(keeper));
+    let after_panic = Arc::clone(member);
+    vmm_pool::threads::spawn(
+        "sublet-worker",
+        move || executor.run(&queue, &report),
+        move |text| drop(Executor::new(after_panic, Progress::Taken).fail_inside(None, text)),
+    )?;
+    Ok((jobs, done))
+}
+
+impl<D: Driver> Executor<D> {
+    pub(super) fn new(member: Arc<Member<D>>, progress: Progress<D>) -> Self {
+        Self {
+            pool: Arc::clone(&member.pool),
+            lifecycle: Arc::clone(&member.lifecycle),
+            member,
+            progress,
+            saving: None,
+            spare: Vec::new(),
+            is_pausing: false,
+            nccl_is_asked_away: false,
+        }
+    }
+
+    fn run(mut self, jobs: &Receiver<Job>, report: &Sender<Done>) {
+        for job in jobs {
+            let (connection, phase) = (job.connection, job.work.phase());
+            // What only reads saved contents harms nothing when it fails.
+            let only_reads = matches!(job.work, Work::Save(_));
+            // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
+            // application at the gate.
+            let done = catch_unwind(AssertUnwindSafe(|| self.work(job)));
+            let reply = done.unwrap_or_else(|panic| {
+                let text = text_of(&*panic);
+                Some(if only_reads {
+                    Reply::Failed(failed_inside(None, text))
+                } else {
+                    self.fail_inside(phase, text)
+                })
+            });
+            let Some(reply) = reply else { continue };
+            if report.send(Done { connection, phase, reply }).is_err() {
+                return;
+            }
+            self.member.waker.wake();
+            // After the answer is out: nobody waits for that.
+            self.spare.clear();
+            // The driver is offered once more what it would not take back: the next step that does may be a pause in
+            // some hours.
+            let is_active = self.lifecycle.state() == MemberState::Active;
+            if is_active && phase.is_some_and(Phase::is_last) {
+                self.pool.release_deferred();
+            }
+            if self.lifecycle.state() != MemberState::Restoring {
+                self.member.descriptor_limit.put_back();
+            }
+        }
+    }
+
+    /// Does a job; none when nobody waits for an answer.
+    fn work(&mut self, job: Job) -> Option<Reply> {
+        let Job { connection, work, deadline } = job;
+        if self.lifecycle.state() == MemberState::Deep && work.needs_driver() {
+            return Some(Reply::Failed(frozen(self.member.presence.tenant())));
+        }
+        Some(match work {
+            Work::Phase(round, order) => {
+                // It moves what is being written.
+                self.saving = None;
+                if order.phase().ends_early() {
+                    self.member.calling_off.lower();
+                }
+                // It opens a descriptor for each allocation that is shared, and must not need those of the application.
+                if order.phase().action() == Some(Action::Resume) {
+                    self.member.descriptor_limit.raise();
+                }
+                self.run_phase(round, &order, deadline)
+            }
+            Work::Needs(scope, all_devices) => self.run_needs(&scope, all_devices),
+            Work::Cut { hold, asked } => self.run_cut(connection, hold, asked, deadline),
+            Work::Step { step, asked } => self.run_step(connection, step, asked, deadline),
+            Work::Spill(step, is_called_off) => {
+                // It moves what is being written. A question moves nothing.
+                if step.most_bytes > 0 {
+                    self.saving = None;
+                }
+                self.run_spill(step, &is_called_off)
+            }
+            Work::Count => self.member.counting.run(),
+            Work::Idle(quiet_us) => self.run_idle(quiet_us),
+            Work::Say(reply) => reply,
+            Work::Save(step) => self.run_save(connection, step),
+            Work::EndTickets => {
+                self.end_closed_tickets();
+                return None;
+            }
+            Work::EndSave(closed) => {
+                self.end_save(closed);
+                return None;
+            }
+            Work::Fail(panic) => {
+                self.fail_inside(None, &panic);
+                return None;
+            }
+        })
+    }
+}
+
+impl Work {
+    /// Could it call the driver? Asked of a process whose contexts are away.
+    fn needs_driver(&self) -> bool {
+        if let Some(phase) = self.phase() {
+            return phase.stage() != Stage::AtRest && !phase.ends_early();
+        }
+        // The others look at the state first, or at host memory alone.
+        matches!(self, Self::Needs(..) | Self::Cut { .. } | Self::Step { .. } | Self::Count)
+    }
+
+    pub(super) fn phase(&self) -> Option<Phase> {
+        if let Self::Phase(_, order) = self { Some(order.phase()) } else { None }
+    }
+}

@@ -1,0 +1,61 @@
+//! A deep pause: the process learns that its contexts leave, before they do, and that they are back. Between the two it calls the driver for
+//! nothing, since the coordinator has the driver hold such calls back: [`Progress::Frozen`] has nothing to call it with.
+
+use std::time::Duration;
+
+use vmm_pool::Failed;
+use vmm_pool::driver::Driver;
+
+use super::Executor;
+use super::participants::unfreezable;
+use super::reports::{PhaseResult, report};
+use crate::failures::{PID, wrong_state};
+use crate::progress::Progress;
+use sublet_protocol::state::Event;
+use sublet_protocol::wire::{FailureKind, MemberState, PhaseReport};
+
+/// The longest time that a freeze waits for a call that pins host memory for the next pause.
+const PINNING_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl<D: Driver> Executor<D> {
+    /// The process stands paused, and its contexts are to leave. One that was told before is ready.
+    pub(super) fn freeze(&mut self) -> PhaseResult {
+        if self.lifecycle.state() == MemberState::Deep {
+            return Ok(PhaseReport::default());
+        }
+        self.lifecycle.expect(MemberState::Paused)?;
+        if self.stood_without_tags() {
+            return Err(wrong_state(format!(
+                "process {PID} is paused by tag, and its other memory is on the GPU"
+            )));
+        }
+        unfreezable(&self.member).map_or(Ok(()), Err)?;
+        // A report needs the devices' names, and the driver answers nobody from here on.
+        drop(self.pool.report());
+        let keeper = self.take_keeper()?;
+        match keeper.freeze(PINNING_TIMEOUT) {
+            Ok((frozen, log)) => {
+                self.lifecycle.transition(Event::Frozen)?;
+                self.progress = Progress::Frozen(frozen);
+                Ok(report(log))
+            }
+            Err(Failed { state, error }) => {
+                self.progress = Progress::Rest(*state);
+                Err(FailureKind::NotNow.because(format!("process {PID} was not frozen: {error}")))
+            }
+        }
+    }
+
+    /// The contexts are back, or never left.
+    pub(super) fn thaw(&mut self) -> PhaseResult {
+        if self.lifecycle.state() == MemberState::Paused {
+            return Ok(PhaseReport::default());
+        }
+        self.lifecycle.expect(MemberState::Deep)?;
+        let frozen = self.next_of(Progress::into_frozen)?;
+        let (keeper, log) = frozen.thaw();
+        self.progress = Progress::Rest(keeper);
+        self.lifecycle.transition(Event::Thawed)?;
+        Ok(report(log))
+    }
+}

@@ -1,0 +1,161 @@
+//! The failures of phases: each has a kind, by what can be done about it, and one sentence.
+
+use std::fmt;
+
+use vmm_pool::driver::{DriverCode, DriverOp};
+use vmm_pool::gate::WaitingCall;
+use vmm_pool::{DrainError, PoolError};
+
+use super::sharing::ImportError;
+use sublet_protocol::identity::TenantName;
+use sublet_protocol::stepping::{HeldCall, at_work, not_idle};
+use sublet_protocol::wire::{Failure, FailureKind, Phase};
+
+/// The number of this process, for messages.
+pub(super) const PID: OwnPid = OwnPid;
+
+pub(super) struct OwnPid;
+
+impl fmt::Display for OwnPid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", std::process::id())
+    }
+}
+
+pub(super) fn wrong_state(message: String) -> Failure {
+    Failure { kind: FailureKind::WrongState, message }
+}
+
+/// Calls that an error names.
+const NAMED_MAX: usize = 4;
+
+/// `waiting` are the threads at the gate.
+pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Failure {
+    let (kind, message) = match error {
+        DrainError::Deadline { seen } => {
+            let calls = waiting.iter().map(|call| HeldCall::new(call.call.name(), call.waited));
+            let calls: Vec<_> = calls.take(NAMED_MAX).collect();
+            let busy: Vec<_> = seen.busy.iter().map(ToString::to_string).collect();
+            let what = at_work(seen.inside as u64, &busy, waiting.len() as u64, &calls);
+            (FailureKind::DrainTimeout, not_idle(format_args!("process {PID}"), what))
+        }
+        DrainError::CalledOff => (
+            FailureKind::CalledOff,
+            format!(
+                "process {PID}: the wait for the device was called off, because the pause failed elsewhere"
+            ),
+        ),
+        DrainError::InCapture { count } => return in_capture(*count),
+        DrainError::NoThread { .. } => (FailureKind::DrainTimeout, error.to_string()),
+        DrainError::Driver { source, .. } if source.poisons_context() => {
+            return context_lost(source);
+        }
+        DrainError::Driver { place, source } => {
+            (FailureKind::Driver, format!("process {PID}: work on {place} failed: {source}"))
+        }
+    };
+    Failure { kind, message }
+}
+
+pub(super) fn in_capture(count: usize) -> Failure {
+    FailureKind::InCapture.because(format!(
+        "process {PID} is capturing {count} stream(s): pause again when the capture has ended"
+    ))
+}
+
+/// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
+/// saved cannot be put back in this process.
+pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
+    FailureKind::Faulted.because(format!(
+            "process {PID}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
+             process"
+        ))
+}
+
+pub(super) fn faulted() -> Failure {
+    FailureKind::Faulted
+        .because(format!("process {PID} is faulted: something of it was lost before; end it"))
+}
+
+/// The refusal of what needs the driver during a deep pause.
+pub(super) fn frozen(tenant: &TenantName) -> Failure {
+    FailureKind::NotNow.because(format!(
+            "process {PID} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back"
+        ))
+}
+
+/// A defect of ours.
+pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
+    FailureKind::Faulted.because(format!(
+            "process {PID}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
+             nor resumed any more: end it, and report this",
+            phase.map_or("cut", Phase::label)
+        ))
+}
+
+pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
+    failure.kind.because(format!(
+            "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \
+             resume` for its tenant to go back"
+    ))
+}
+
+pub(super) fn pool_failure(error: &PoolError) -> Failure {
+    if error.poisons_context() {
+        return context_lost(error);
+    }
+    let kind = match error {
+        PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
+            FailureKind::OutOfDeviceMemory {
+                missing_bytes: needed_bytes.saturating_sub(*free_bytes),
+            }
+        }
+        PoolError::OverBudget { asked_bytes, held_bytes, budget_bytes, .. } => {
+            FailureKind::OutOfDeviceMemory {
+                missing_bytes: held_bytes
+                    .saturating_add(*asked_bytes)
+                    .saturating_sub(*budget_bytes),
+            }
+        }
+        PoolError::OutOfHostMemory { .. }
+        | PoolError::HostMemoryRefused { .. }
+        | PoolError::OutOfDisk { .. }
+        | PoolError::FileRefused { .. } => FailureKind::OutOfHostMemory,
+        PoolError::MissingImport { .. } => FailureKind::PeerGone,
+        PoolError::Driver { source, .. }
+            if source.op == DriverOp::HostRegister && source.code == DriverCode::OUT_OF_MEMORY =>
+        {
+            FailureKind::OutOfHostMemory
+        }
+        PoolError::Frozen => FailureKind::NotNow,
+        PoolError::Disowned { .. } | PoolError::Offloaded { .. } => FailureKind::WrongState,
+        PoolError::NotOurs
+        | PoolError::StaleHandle { .. }
+        | PoolError::FileUnreadable { .. }
+        | PoolError::FileCorrupted { .. }
+        | PoolError::Driver { .. } => FailureKind::Driver,
+    };
+    Failure { kind, message: format!("process {PID}: {error}") }
+}
+
+pub(super) fn import_failure(error: &ImportError) -> Failure {
+    let kind = match error {
+        ImportError::Pool(error) => return pool_failure(error),
+        // The owner has the memory, and its driver refused this once.
+        ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
+        ImportError::Refused(failure) if failure.kind == FailureKind::NotNow => FailureKind::NotNow,
+        ImportError::LenderAway { .. } => FailureKind::LenderAway,
+        ImportError::Refused(_)
+        | ImportError::OtherTenant { .. }
+        | ImportError::NoLender { .. }
+        | ImportError::OtherDevice { .. }
+        | ImportError::Stale { .. }
+        | ImportError::NoTicket { .. }
+        | ImportError::NotMemory { .. }
+        | ImportError::Owner { .. }
+        | ImportError::OwnerEnded { .. }
+        | ImportError::Missing { .. }
+        | ImportError::Miscounted { .. } => FailureKind::PeerGone,
+    };
+    Failure { kind, message: format!("process {PID}: {error}") }
+}

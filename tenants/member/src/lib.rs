@@ -1,0 +1,311 @@
+//! One process's part in its tenant: what all its threads use, and the two threads that answer for it.
+//!
+//! ```text
+//!   application threads --hooks--> Pool (its gate, its ledger) --> driver
+//!   agent thread, `Agent`:     sockets only; answers immediately, calls the driver only to hand a descriptor out
+//!   worker thread, `Executor`: one phase at a time; the only thread of ours that drives the device
+//! ```
+//!
+//! [`Member`] is made of objects, each with locks of its own, which are leaves: nothing is called while they are held. Two
+//! are none: the rounds' comes before that of [`Lifecycle`], and that of [`Counting`] is held while counting begins.
+
+#![forbid(unsafe_code)]
+
+mod agent;
+mod asking;
+mod budget;
+mod captures;
+mod clients;
+mod config;
+mod executor;
+mod failures;
+mod idle;
+mod lifecycle;
+mod neighbours;
+mod notes;
+mod phase_log;
+mod prefault;
+mod presence;
+mod progress;
+mod rounds;
+mod sharing;
+mod signals;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use vmm_pool::{HostBudget, Pool, Selection, TagTotals, Whose};
+use vmm_pool::{driver::Driver, gate::Gate, sync::lock};
+
+pub use asking::{Asking, AskingThread, Turn, Waited};
+pub use budget::Counting;
+pub use captures::{BeforeCapture, Captures, ContextWait};
+pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
+pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
+pub use lifecycle::Lifecycle;
+pub use notes::Notes;
+pub use presence::Presence;
+pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
+
+use idle::Idle;
+use phase_log::{LoggedPhases, PhaseLog};
+use prefault::Prefault;
+use rounds::Rounds;
+use signals::{CallingOff, Waker};
+use sublet_protocol::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
+use sublet_protocol::{cut::Cut, descriptors::DescriptorLimit, host_memory::budget, region};
+
+/// One process's part in its tenant. Shared by all its threads.
+#[derive(Debug)]
+pub struct Member<D: Driver> {
+    presence: Arc<Presence>,
+    pool: Arc<Pool<D>>,
+    cut: Cut,
+    lifecycle: Arc<Lifecycle>,
+    rounds: Mutex<Rounds>,
+    phase_log: PhaseLog,
+    notes: Arc<Notes>,
+    waker: Waker,
+    sharing: Sharing<D>,
+    /// Raised while a phase under way is to end early, because it will be undone.
+    calling_off: CallingOff,
+    /// Raised while memory is brought back.
+    descriptor_limit: DescriptorLimit,
+    asking: Asking,
+    prefault: Arc<Prefault<D>>,
+    counting: Counting<D>,
+    idle: Idle<D>,
+}
+
+impl<D: Driver> Member<D> {
+    /// Joins the tenant: listens in its directory and answers from two threads of its own, which live as
+    /// long as the process.
+    ///
+    /// # Errors
+    /// [`JoinError`]; nothing is left behind.
+    pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
+        vmm_pool::support::check(&*driver)?;
+        let system = |what| move |source| JoinError::System { what, source };
+        let (presence, listener) = Presence::begin(config)?;
+        let (presence, notes) = (Arc::new(presence), Arc::<Notes>::default());
+        let (waker, wakeups) = signals::wake_pair().map_err(system("a pipe"))?;
+        let lifecycle = Arc::new(Lifecycle::new(presence.tenant().clone(), waker.clone()));
+        let config = presence.config();
+        let (pool, keeper) = Pool::new(driver, config.toucher_threads, config.own_contexts);
+        let (of_pool, of_presence) = (|| Arc::clone(&pool), || Arc::clone(&presence));
+        let idle = Idle::new(of_pool());
+        let sharing = Sharing::new(of_pool(), of_presence(), Arc::clone(&lifecycle));
+        let counting = Counting::new(of_pool(), of_presence(), Arc::clone(&notes));
+        let prefault = Prefault::new(of_pool(), of_presence());
+        let member = Arc::new(Self {
+            pool,
+            presence,
+            cut: Cut::default(),
+            lifecycle,
+            rounds: Mutex::default(),
+            phase_log: PhaseLog::default(),
+            notes,
+            asking: Asking::new(waker.clone()),
+            waker,
+            sharing,
+            calling_off: CallingOff::default(),
+            descriptor_limit: DescriptorLimit::default(),
+            prefault: Arc::new(prefault),
+            counting,
+            idle,
+        });
+        member.pool.devices().place_on_nodes(member.config().node_of);
+        if let Err(source) = agent::spawn(&member, keeper, listener, wakeups) {
+            member.leave();
+            return Err(JoinError::System { what: "a thread", source });
+        }
+        member.counting.begin();
+        let presence = &member.presence;
+        tracing::info!(tenant = %presence.tenant(), member = %presence.id(), "joined");
+        Ok(member)
+    }
+
+    /// Takes this process's name out of the tenant's directory, at its end. Waits a second at most, for a driver call
+    /// that pins host memory. While it is paused the name stays: an exit handler that needs its memory waits for a resume. The
+    /// name of a dead process goes with the next command.
+    pub fn leave(&self) {
+        self.presence.leave();
+        self.prefault.end();
+        if !self.gate().is_open() {
+            return;
+        }
+        self.presence.remove_name();
+        // The agent closes it: what listens without a name is taken for one that has lost it.
+        self.waker.wake();
+    }
+
+    /// For a forked child, which is no member: closes its copy of the pool's file, where no other thread was changing it at
+    /// the fork. Blocks nowhere. All other descriptors are closed by [`vmm_pool::close_descriptors_in_child`], which needs no member.
+    pub fn let_go_in_child(&self) {
+        self.descriptor_limit.put_back_in_child();
+        self.pool.host_memory().close_file_in_child();
+    }
+
+    /// Its state.
+    pub fn lifecycle(&self) -> &Lifecycle {
+        &self.lifecycle
+    }
+
+    /// Notes for people.
+    pub fn notes(&self) -> &Notes {
+        &self.notes
+    }
+
+    /// The memory that it shares with others.
+    pub fn sharing(&self) -> &Sharing<D> {
+        &self.sharing
+    }
+
+    /// The application's own pauses and resumes.
+    pub fn asking(&self) -> &Asking {
+        &self.asking
+    }
+
+    pub(crate) fn rounds(&self) -> MutexGuard<'_, Rounds> {
+        lock(&self.rounds)
+    }
+
+    /// Its identity and its name in the run directory.
+    pub fn presence(&self) -> &Presence {
+        &self.presence
+    }
+
+    /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures
+    /// each time.
+    pub fn host_budget(&self) -> impl Fn(u64) -> HostBudget + Send + Sync + use<D> {
+        let limits = self.config().host_limits;
+        move |held_bytes| budget(held_bytes, &limits())
+    }
+
+    /// Its device memory.
+    pub fn pool(&self) -> &Arc<Pool<D>> {
+        &self.pool
+    }
+
+    /// Its gate.
+    pub fn gate(&self) -> &Gate {
+        self.pool.gate()
+    }
+
+    /// Returns the cut, where launches that wait for other ranks are counted and held.
+    pub fn cut(&self) -> &Cut {
+        &self.cut
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &MemberConfig {
+        self.presence.config()
+    }
+
+    /// The process's stream captures.
+    pub fn captures(&self) -> &Captures {
+        &self.config().captures
+    }
+
+    /// Its share of the tenant's budgets.
+    pub fn counting(&self) -> &Counting<D> {
+        &self.counting
+    }
+
+    /// Returns its identity, settings and state, for others.
+    pub fn info(&self) -> MemberInfo {
+        let (state, in_round, asked) = {
+            let rounds = self.rounds();
+            (self.lifecycle.state(), rounds.under_way().is_some(), rounds.asked)
+        };
+        let stands_without = self.lifecycle.stands_without();
+        let gave_up = stands_without.as_ref().map_or(Selection::Whole, |tags| {
+            Selection::Standing(tags.to_pause(), Whose::Everybody)
+        });
+        let stays = match state {
+            // The driver has taken all of it with the contexts.
+            MemberState::Deep | MemberState::Faulted => Vec::new(),
+            MemberState::Paused => self.pool.stays(&gave_up, true),
+            MemberState::Active | MemberState::Offloading | MemberState::Restoring => {
+                self.pool.stays(&Selection::Whole, false)
+            }
+        };
+        MemberInfo {
+            id: self.presence.id(),
+            pid: std::process::id(),
+            family: self.presence.family().map(ToString::to_string),
+            class: self.config().turns.class,
+            weight: self.config().turns.weight,
+            queues: self.config().turns.queues,
+            goes_deep: self.config().turns.deep.is_some(),
+            command: self.config().command.clone(),
+            version: self.config().version.clone(),
+            state,
+            stands_without,
+            stays,
+            held: self.cut.is_held(),
+            in_round,
+            nccl_waits: self.cut.is_away(),
+            asked,
+            tags: self.tags(),
+        }
+    }
+
+    /// The tags of its regions, in order of their names.
+    pub fn tags(&self) -> Vec<TagBytes> {
+        let mut bytes = self.pool.holdings().tag_bytes();
+        for tag in region::tags().into_keys() {
+            bytes.entry(tag).or_default();
+        }
+        let row = |(tag, totals): (String, TagTotals)| TagBytes {
+            resident_bytes: totals.resident_bytes,
+            away_bytes: totals.away_bytes,
+            imported_away_bytes: totals.imported_away_bytes,
+            runs_without: region::runs_without(&tag),
+            tag,
+        };
+        bytes.into_iter().map(row).collect()
+    }
+
+    /// Returns figures on what it holds, for others. Does not wait for a phase under way.
+    pub fn stats(&self) -> MemberStats {
+        let member = self.info();
+        let mut pool = self.pool.report();
+        if member.state == MemberState::Deep {
+            // What a pause leaves in place the driver has taken with the contexts.
+            for device in &mut pool.devices {
+                device.pinned.clear();
+                device.classes.iter_mut().for_each(|class| class.resident_bytes = 0);
+            }
+        }
+        let LoggedPhases { mut last, pause_times } = self.phase_log.all();
+        // All of one instant: host memory may be growing.
+        let held_bytes = pool.host_arena_bytes;
+        let host = HostProgress { held_bytes, ..self.prefault.progress() };
+        MemberStats {
+            member,
+            pool,
+            copied: self.pool.copied_bytes(),
+            pauses: self.asking.done(Action::Pause),
+            resumes: self.asking.done(Action::Resume),
+            last_pause: last.remove(&Action::Pause).unwrap_or_default(),
+            last_resume: last.remove(&Action::Resume).unwrap_or_default(),
+            pause_times,
+            host,
+            idleness: self.idle.look(),
+            lent: self.sharing.lent(&Selection::Whole),
+            communicators: self.cut.ranks(),
+            notes: self.notes.all(),
+        }
+    }
+
+    /// Does a call of this process wait for its memory, or for other ranks behind it?
+    pub fn has_waiting_calls(&self) -> bool {
+        !self.gate().waiting().is_empty() || self.cut.has_waiting()
+    }
+}
+
+/// Time for exchanges between agents that need no device.
+pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,0 +1,114 @@
+//! The state of a process, which [`state::next`] takes from one event to the next, and those who wait for it to change.
+//!
+//! Lock order: `stand` is a leaf.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_pool::sync::lock;
+
+use super::failures::{PID, faulted, wrong_state};
+use super::signals::Waker;
+use sublet_protocol::state::{self, Event, InvalidTransition, MemberState};
+use sublet_protocol::wire::Failure;
+use sublet_protocol::{identity::TenantName, scope::TagNames};
+
+/// See the head of this module.
+#[derive(Debug)]
+pub struct Lifecycle {
+    tenant: TenantName,
+    waker: Waker,
+    stand: Mutex<Stand>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Stand {
+    state: MemberState,
+    changes: u64,
+    changed_at: Instant,
+    /// The tags without which this process stands still; none where it runs, or is paused as a whole.
+    without: Option<TagNames>,
+}
+
+impl Lifecycle {
+    /// Of a process that runs.
+    pub(super) fn new(tenant: TenantName, waker: Waker) -> Self {
+        let (state, changed_at) = (MemberState::Active, Instant::now());
+        let stand = Mutex::new(Stand { state, changes: 0, changed_at, without: None });
+        Self { tenant, waker, stand, changed: Condvar::new() }
+    }
+
+    /// The state now.
+    pub fn state(&self) -> MemberState {
+        lock(&self.stand).state
+    }
+
+    /// The state now, and for how long it has been that.
+    pub fn since(&self) -> (MemberState, Duration) {
+        let stand = lock(&self.stand);
+        (stand.state, stand.changed_at.elapsed())
+    }
+
+    /// Changes so far: each pause and resume, whole or by tag, makes two or more.
+    pub fn changes(&self) -> u64 {
+        lock(&self.stand).changes
+    }
+
+    /// Is all of its memory away that can be, since a pause?
+    pub fn is_paused_as_a_whole(&self) -> bool {
+        let stand = lock(&self.stand);
+        stand.state.is_away() && stand.without.is_none()
+    }
+
+    /// The tags without which it stands still, or stood when the pause under way began.
+    pub(crate) fn stands_without(&self) -> Option<TagNames> {
+        lock(&self.stand).without.clone()
+    }
+
+    /// Notes what [`Lifecycle::stands_without`] is to say from the next change on.
+    pub(super) fn stand_without(&self, tags: Option<TagNames>) {
+        lock(&self.stand).without = tags;
+    }
+
+    /// Refuses a step that is for a process in another state.
+    pub(super) fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
+        let state = self.state();
+        if state == wanted {
+            return Ok(());
+        }
+        if state == MemberState::Faulted {
+            return Err(faulted());
+        }
+        Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
+    }
+
+    /// `event` has happened to it: tells all who wait.
+    pub(super) fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
+        let (from, to) = {
+            let mut stand = lock(&self.stand);
+            let from = stand.state;
+            stand.state = state::next(from, event)?;
+            stand.changes += 1;
+            stand.changed_at = Instant::now();
+            (from, stand.state)
+        };
+        self.changed.notify_all();
+        self.waker.wake();
+        tracing::info!(tenant = %self.tenant, ?from, ?to, "state");
+        Ok(())
+    }
+
+    /// Waits while the process runs, for at most `rest`.
+    pub fn wait_while_active(&self, rest: Duration) {
+        let is_active = |stand: &mut Stand| stand.state == MemberState::Active;
+        let waited = self.changed.wait_timeout_while(lock(&self.stand), rest, is_active);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits for as long as `rest`, or until the process changes its state.
+    pub fn rest(&self, rest: Duration) {
+        let woken = self.changed.wait_timeout(lock(&self.stand), rest);
+        drop(woken.unwrap_or_else(PoisonError::into_inner));
+    }
+}

@@ -1,0 +1,69 @@
+//! The driver's calls about other processes: where one stands, and taking its contexts off the devices and back.
+//!
+//! The driver lets no process make them about itself, and a process whose contexts are away may make none. So a process of a job has a child make
+//! them, which is the `sublet` command and has no other part in the job (`tenants/deep`).
+
+use std::time::Duration;
+
+use vmm_pool::driver::DriverCode;
+pub use vmm_pool::driver::ProcessState;
+
+/// Why the driver did not do its part for one process.
+#[expect(missing_docs, reason = "messages name what the fields are")]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CheckpointError {
+    /// There is no driver here that can.
+    #[error("{reason}")]
+    Unavailable { reason: String },
+    /// It refused.
+    #[error("{call} failed with {code}")]
+    Driver { call: &'static str, code: DriverCode },
+    /// It did not answer, and may still be at it.
+    #[error("{call} did not return within {} s", waited.as_secs())]
+    Silent {
+        call: &'static str,
+        /// For how long it was waited for.
+        waited: Duration,
+    },
+    /// The process is not where the call needs it.
+    #[error("the driver says that it is {state:?}")]
+    State { state: ProcessState },
+}
+
+/// There is no driver here that can, for this `reason`.
+pub fn unavailable(reason: String) -> CheckpointError {
+    CheckpointError::Unavailable { reason }
+}
+
+/// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
+pub trait Checkpointer: std::fmt::Debug + Send + Sync {
+    /// Returns where a process stands, as the driver says. Does not wait for the process.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError>;
+
+    /// Has the process's driver calls wait from now on. Waits for those under way, at most for `timeout`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; it runs on.
+    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError>;
+
+    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Undoes that. Blocks as long as that takes.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; with `OUT_OF_MEMORY` it can be tried again.
+    fn restore(&self, pid: u32) -> Result<(), CheckpointError>;
+
+    /// Lets the calls of a locked process go on.
+    ///
+    /// # Errors
+    /// [`CheckpointError`].
+    fn unlock(&self, pid: u32) -> Result<(), CheckpointError>;
+}

@@ -1,0 +1,483 @@
+//! The host memory that a pause may take, and the limits on it.
+//!
+//! Three things limit it: the user's word (`SUBLET_HOST_BYTES_MAX`), the memory limits of the control groups
+//! that a process is in, and what the kernel calls available. Each process says what it needs and what limits
+//! it; the coordinator adds up all processes that share a limit, so that a tenant is refused as a whole before
+//! any of its memory was released. Another tenant that pauses at the same time is not seen.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
+use serde::{Deserialize, Serialize};
+use vmm_pool::{Copies, HostBudget, HostDemand};
+
+use crate::identity::id_text;
+
+/// Limits that one process reports; control groups are nested a few levels deep.
+const CGROUP_DEPTH_MAX: usize = 32;
+/// Version 1 writes "no limit" as the largest multiple of a page; nothing real comes near.
+const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
+
+/// A kind of limit on host memory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LimitKind {
+    /// `SUBLET_HOST_BYTES_MAX`: for all that the tenant keeps on the host.
+    Configured,
+    /// `MemAvailable` of `/proc/meminfo`, less a tenth that stays for everybody else.
+    Available,
+    /// The memory limit of a control group, of which a tenth of what is free stays for everybody else: who exceeds it
+    /// is killed, and a job's memory grows meanwhile. Processes in the same one share it.
+    ControlGroup {
+        /// The directory of the control group.
+        path: PathBuf,
+        /// Device and inode of that place: containers may use one path for different groups.
+        identity: GroupIdentity,
+    },
+}
+
+/// Device and inode of a control group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct GroupIdentity(#[serde(with = "id_text")] pub u64, #[serde(with = "id_text")] pub u64);
+
+impl LimitKind {
+    /// The user's next step.
+    pub fn advice(&self) -> &'static str {
+        match self {
+            Self::Configured => "raise it",
+            Self::Available => {
+                "free host memory (or set SUBLET_HOST_BYTES_MAX, where the machine grows its memory)"
+            }
+            Self::ControlGroup { .. } => "raise the memory limit of the container or job",
+        }
+    }
+}
+
+impl fmt::Display for LimitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Configured => f.write_str("SUBLET_HOST_BYTES_MAX"),
+            Self::Available => f.write_str("nine tenths of MemAvailable"),
+            Self::ControlGroup { path, .. } => {
+                write!(f, "nine tenths of what is free in the control group at {}", path.display())
+            }
+        }
+    }
+}
+
+/// One limit and what it leaves.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostLimit {
+    /// The kind of limit.
+    pub kind: LimitKind,
+    /// For [`LimitKind::Configured`] all that may be held, for the others what may be taken in addition.
+    pub bytes: u64,
+}
+
+/// Memory of the machine, or of a control group, at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostFigure {
+    /// The machine, as [`LimitKind::Available`], or the control group.
+    pub kind: LimitKind,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
+    /// Bytes that may still be taken.
+    pub available_bytes: u64,
+}
+
+impl HostFigure {
+    /// Returns the bytes that background work leaves for everybody else: a tenth of all.
+    fn reserve_bytes(&self) -> u64 {
+        self.total_bytes / 10
+    }
+
+    /// Returns the bytes that background work may take.
+    pub fn spare_bytes(&self) -> u64 {
+        self.available_bytes.saturating_sub(self.reserve_bytes())
+    }
+}
+
+/// Whether idle host memory is to be given back. It begins when less than a twentieth of some memory is available, and
+/// ends when a tenth of all of them is: a figure that hovers changes nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pressure {
+    is_short: bool,
+}
+
+impl Pressure {
+    /// Looks at the figures of now. Some is what is short, while idle memory is to be given back.
+    pub fn look<'a>(&mut self, figures: &'a [HostFigure]) -> Option<&'a HostFigure> {
+        let is_low = |figure: &&HostFigure| figure.available_bytes < figure.total_bytes / 20;
+        let is_not_high = |figure: &&HostFigure| figure.available_bytes < figure.reserve_bytes();
+        let short = if self.is_short {
+            figures.iter().find(is_not_high)
+        } else {
+            figures.iter().find(is_low)
+        };
+        self.is_short = short.is_some();
+        short
+    }
+}
+
+/// The contents that one process must save, and the limits on its host memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostNeed {
+    /// The contents that it must save, and the host memory that it takes for them.
+    pub demand: HostDemand,
+    /// The limits on that host memory.
+    pub limits: Vec<HostLimit>,
+}
+
+impl HostNeed {
+    fn demand_on(&self, kind: &LimitKind, copies: Copies) -> u64 {
+        let grow_bytes = self.demand.grow_bytes_with(copies);
+        match kind {
+            LimitKind::Configured => self.demand.held_bytes.saturating_add(grow_bytes),
+            LimitKind::Available | LimitKind::ControlGroup { .. } => grow_bytes,
+        }
+    }
+}
+
+/// By how much a process that holds `held_bytes` may grow within `limits` if no other does.
+pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
+    let left = limits.iter().map(|limit| match limit.kind {
+        LimitKind::Configured => limit.bytes.saturating_sub(held_bytes),
+        LimitKind::Available | LimitKind::ControlGroup { .. } => limit.bytes,
+    });
+    HostBudget(left.min())
+}
+
+/// The processes of a tenant need more host memory than a limit leaves them.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "saving {saved_bytes} bytes of {processes} process(es) needs {demand_bytes} bytes of host memory, and {kind} \
+     leaves {bytes}: {}, or mark memory whose contents can go as discard",
+    kind.advice()
+)]
+pub struct HostShortage {
+    /// The limit that is exceeded.
+    pub kind: LimitKind,
+    /// Bytes that the limit leaves.
+    pub bytes: u64,
+    /// Bytes that the processes need under the limit.
+    pub demand_bytes: u64,
+    /// Contents to save.
+    pub saved_bytes: u64,
+    /// By how many processes that share the limit.
+    pub processes: usize,
+}
+
+impl HostShortage {
+    /// Returns how many more bytes the limit would have to leave.
+    pub fn missing_bytes(&self) -> u64 {
+        self.demand_bytes.saturating_sub(self.bytes)
+    }
+}
+
+/// The first limit that `needs` exceed together when no copies of earlier pauses are kept; `None` when all fits.
+pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<HostShortage> {
+    shortage_with(needs, Copies::None)
+}
+
+/// The most copies of earlier pauses that the limits leave room for together, in all processes alike.
+pub fn copies_with_room(needs: &[&HostNeed]) -> Copies {
+    let fits = |copies: &Copies| shortage_with(needs.iter().copied(), *copies).is_none();
+    Copies::FEWER.into_iter().find(fits).unwrap_or(Copies::None)
+}
+
+fn shortage_with<'a>(
+    needs: impl IntoIterator<Item = &'a HostNeed>,
+    copies: Copies,
+) -> Option<HostShortage> {
+    let mut sums: BTreeMap<&LimitKind, HostShortage> = BTreeMap::new();
+    for need in needs.into_iter().filter(|need| need.demand.grow_bytes_with(copies) > 0) {
+        for limit in &need.limits {
+            let sum = sums.entry(&limit.kind).or_insert_with(|| HostShortage {
+                kind: limit.kind.clone(),
+                bytes: limit.bytes,
+                demand_bytes: 0,
+                saved_bytes: 0,
+                processes: 0,
+            });
+            sum.bytes = sum.bytes.min(limit.bytes);
+            sum.demand_bytes = sum.demand_bytes.saturating_add(need.demand_on(&limit.kind, copies));
+            sum.saved_bytes = sum.saved_bytes.saturating_add(need.demand.saved_bytes);
+            sum.processes += 1;
+        }
+    }
+    sums.into_values().find(|sum| sum.demand_bytes > sum.bytes)
+}
+
+/// Returns the limits on this process's host memory now.
+///
+/// `configured_bytes`, when given, is the user's word for the whole tenant and takes the place of the kernel's
+/// own figure: on machines that grow their memory as it is used, that is far too low. The limits of control
+/// groups hold all the same: who exceeds one is killed.
+pub fn limits(configured_bytes: Option<u64>) -> Vec<HostLimit> {
+    let configured = configured_bytes.map(|bytes| HostLimit { kind: LimitKind::Configured, bytes });
+    let others = figures(configured_bytes).into_iter().map(HostLimit::from);
+    configured.into_iter().chain(others).collect()
+}
+
+/// Memory of the machine and of the control groups of this process, now. Without the machine's where the user's word
+/// stands in its place ([`limits`]).
+pub fn figures(configured_bytes: Option<u64>) -> Vec<HostFigure> {
+    let machine = match configured_bytes {
+        Some(_) => None,
+        None => fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let total_bytes = bytes_of("MemTotal:", &text)?;
+            let available_bytes = bytes_of("MemAvailable:", &text)?;
+            Some(HostFigure { kind: LimitKind::Available, total_bytes, available_bytes })
+        }),
+    };
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    machine.into_iter().chain(control_groups(&groups, Path::new("/sys/fs/cgroup"))).collect()
+}
+
+impl From<HostFigure> for HostLimit {
+    fn from(HostFigure { kind, available_bytes, .. }: HostFigure) -> Self {
+        Self { kind, bytes: available_bytes - available_bytes / 10 }
+    }
+}
+
+fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The files of one version of control groups.
+struct Version {
+    limit: &'static str,
+    usage: &'static str,
+    /// Page cache, which the kernel gives up first.
+    cache: [&'static str; 2],
+}
+
+const V1: Version = Version {
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    cache: ["total_inactive_file", "total_active_file"],
+};
+const V2: Version = Version {
+    limit: "memory.max",
+    usage: "memory.current",
+    cache: ["inactive_file", "active_file"],
+};
+
+/// Memory of all control groups that `membership` (`/proc/self/cgroup`) names, and of those around them.
+fn control_groups(membership: &str, mount: &Path) -> Vec<HostFigure> {
+    let mut found = Vec::new();
+    for line in membership.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let (root, version) = if controllers.is_empty() {
+            (mount.to_owned(), V2)
+        } else if controllers.split(',').any(|name| name == "memory") {
+            (mount.join("memory"), V1)
+        } else {
+            continue;
+        };
+        let own = root.join(path.trim_start_matches('/'));
+        // In a container the path may be the machine's, and the group itself mounted as the root.
+        let own = if own.is_dir() { own } else { root.clone() };
+        let around = own.ancestors().take_while(|dir| dir.starts_with(&root));
+        found.extend(around.take(CGROUP_DEPTH_MAX).filter_map(|dir| figure_of(dir, &version)));
+    }
+    found
+}
+
+fn figure_of(dir: &Path, version: &Version) -> Option<HostFigure> {
+    let number = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
+    let most = number(version.limit).filter(|bytes| *bytes < UNLIMITED_BYTES_MIN)?;
+    let statistics = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let cache: u64 = statistics
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .filter(|(name, _)| version.cache.contains(name))
+        .filter_map(|(_, value)| value.trim().parse::<u64>().ok())
+        .fold(0, u64::saturating_add);
+    let held = number(version.usage)?.saturating_sub(cache);
+    let place = fs::metadata(dir).ok()?;
+    let kind = LimitKind::ControlGroup {
+        path: dir.to_owned(),
+        identity: GroupIdentity(place.dev(), place.ino()),
+    };
+    Some(HostFigure { kind, total_bytes: most, available_bytes: most.saturating_sub(held) })
+}
+
+/// Do files in `dir` lie in the host's memory, as on tmpfs? Where it is not there yet, its nearest parent tells; where nothing does, they do not.
+pub fn is_in_memory(dir: &Path) -> bool {
+    const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
+    let known = dir.ancestors().find_map(|place| statfs(place).ok());
+    let kind = known.map(|known| known.filesystem_type());
+    kind.is_some_and(|kind| [TMPFS_MAGIC, RAMFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn need(held_mib: u64, grow_mib: u64, limits: &[HostLimit]) -> HostNeed {
+        let demand = HostDemand {
+            saved_bytes: grow_mib * MIB,
+            held_bytes: held_mib * MIB,
+            grow_bytes: grow_mib * MIB,
+            grow_with_needed_bytes: grow_mib * MIB,
+            grow_with_all_bytes: grow_mib * MIB,
+            ..HostDemand::default()
+        };
+        HostNeed { demand, limits: limits.to_vec() }
+    }
+
+    #[test]
+    fn as_many_copies_stay_as_all_processes_have_room_for() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        let keeping = |needed_mib: u64, all_mib: u64| {
+            let mut need = need(0, 10, &limit);
+            need.demand.grow_with_needed_bytes = needed_mib * MIB;
+            need.demand.grow_with_all_bytes = all_mib * MIB;
+            need
+        };
+        let [few, some, many] = [keeping(10, 40), keeping(10, 70), keeping(60, 70)];
+        assert_eq!(copies_with_room(&[&few, &few]), Copies::All);
+        assert_eq!(copies_with_room(&[&few, &some]), Copies::Needed);
+        assert_eq!(copies_with_room(&[&some, &many, &many]), Copies::None);
+        assert_eq!(shortage([&some, &many, &many]), None, "that is no reason to refuse");
+        assert_eq!(copies_with_room(&[]), Copies::All);
+    }
+
+    fn group(name: &str, inode: u64, mib: u64) -> HostLimit {
+        let kind = LimitKind::ControlGroup {
+            path: PathBuf::from(name),
+            identity: GroupIdentity(1, inode),
+        };
+        HostLimit { kind, bytes: mib * MIB }
+    }
+
+    #[test]
+    fn the_kernels_line_is_read() {
+        let text = "MemTotal:       100 kB\nMemAvailable:     80 kB\n";
+        assert_eq!(bytes_of("MemAvailable:", text), Some(80 * 1024));
+        assert_eq!(bytes_of("MemAvailable:", "MemAvailable: many kB"), None);
+        assert!(limits(None).iter().any(|limit| limit.kind == LimitKind::Available));
+        let word = HostLimit { kind: LimitKind::Configured, bytes: 7 };
+        let limits = limits(Some(7));
+        assert!(limits.contains(&word));
+        assert!(limits.iter().all(|limit| limit.kind != LimitKind::Available));
+    }
+
+    #[test]
+    fn processes_that_fit_alone_are_refused_together() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        let each = need(0, 60, &limit);
+        assert_eq!(shortage([&each]), None);
+        let short = shortage([&each, &each]).unwrap();
+        assert_eq!((short.demand_bytes, short.processes), (120 * MIB, 2));
+        let text = short.to_string();
+        assert!(text.contains("MemAvailable leaves 104857600: free host memory"), "{text}");
+    }
+
+    #[test]
+    fn one_process_may_take_what_the_others_leave() {
+        let limit = [HostLimit { kind: LimitKind::Available, bytes: 100 * MIB }];
+        assert_eq!(shortage([&need(0, 95, &limit), &need(0, 5, &limit)]), None);
+    }
+
+    #[test]
+    fn the_users_word_counts_what_is_held_and_stops_growth_only() {
+        let limit = [HostLimit { kind: LimitKind::Configured, bytes: 100 * MIB }];
+        assert!(shortage([&need(80, 30, &limit)]).is_some());
+        assert_eq!(shortage([&need(120, 0, &limit)]), None);
+        assert_eq!(budget(80 * MIB, &limit), HostBudget(Some(20 * MIB)));
+    }
+
+    #[test]
+    fn different_control_groups_of_one_path_are_not_added_up() {
+        let (a, b) = (group("/sys/fs/cgroup", 1, 100), group("/sys/fs/cgroup", 2, 100));
+        let needs = [need(0, 80, std::slice::from_ref(&a)), need(0, 80, &[b])];
+        assert_eq!(shortage(&needs), None);
+        let short = shortage([&needs[0], &need(0, 30, &[a])]).unwrap();
+        assert!(short.to_string().contains("control group at /sys/fs/cgroup leaves"));
+    }
+
+    #[test]
+    fn limits_of_both_versions_are_read_up_to_the_root() {
+        let base = tempfile::tempdir().unwrap();
+        let put = |dir: &str, files: &[(&str, &str)]| {
+            let dir = base.path().join(dir);
+            fs::create_dir_all(&dir).unwrap();
+            for (name, text) in files {
+                fs::write(dir.join(name), text).unwrap();
+            }
+        };
+        let stat = "anon 5\ninactive_file 20\nactive_file 10\n";
+        put("job/step", &[("memory.max", "max\n"), ("memory.current", "50\n")]);
+        put("job", &[("memory.max", "100\n"), ("memory.current", "70\n"), ("memory.stat", stat)]);
+        let limits_of = |membership: &str| -> Vec<u64> {
+            let found = control_groups(membership, base.path());
+            found.into_iter().map(|figure| HostLimit::from(figure).bytes).collect()
+        };
+        let found = control_groups("0::/job/step\n", base.path());
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!((found[0].total_bytes, found[0].available_bytes), (100, 60));
+        assert_eq!(limits_of("0::/job/step\n"), [54], "nine tenths of what is free");
+
+        put("memory/ours", &[("memory.limit_in_bytes", "90"), ("memory.usage_in_bytes", "30")]);
+        put("memory", &[("memory.limit_in_bytes", "9223372036854771712")]);
+        assert_eq!(limits_of("4:memory:/ours\n1:cpu:/\n"), [54]);
+        // A path of the machine's, seen from inside a container.
+        put("memory", &[("memory.limit_in_bytes", "80"), ("memory.usage_in_bytes", "10")]);
+        assert_eq!(limits_of("4:memory:/docker/1234\n"), [63]);
+    }
+
+    fn machine(available_bytes: u64) -> HostFigure {
+        HostFigure { kind: LimitKind::Available, total_bytes: 1000, available_bytes }
+    }
+
+    #[test]
+    fn pressure_begins_low_and_ends_high_and_one_short_group_is_enough() {
+        let mut pressure = Pressure::default();
+        let is_short = [60, 50, 49, 60, 99, 100, 60, 40]
+            .map(|available_bytes| pressure.look(&[machine(available_bytes)]).is_some());
+        assert_eq!(is_short, [false, false, true, true, true, false, false, true]);
+        assert_eq!(pressure.look(&[]), None);
+        let group = HostFigure {
+            kind: group("/sys/fs/cgroup", 1, 0).kind,
+            total_bytes: 100,
+            available_bytes: 4,
+        };
+        let figures = [machine(900), group];
+        assert_eq!(pressure.look(&figures), Some(&figures[1]));
+    }
+
+    #[test]
+    fn background_work_leaves_a_tenth_of_all() {
+        assert_eq!(
+            [machine(900), machine(150), machine(90)].map(|figure| figure.spare_bytes()),
+            [800, 50, 0]
+        );
+        let figures = figures(None);
+        let own = figures.iter().find(|figure| figure.kind == LimitKind::Available).unwrap();
+        assert!(own.total_bytes >= own.available_bytes && own.available_bytes > 0);
+        assert!(super::figures(Some(7)).iter().all(|figure| figure.kind != LimitKind::Available));
+    }
+
+    #[test]
+    fn files_on_tmpfs_lie_in_memory() {
+        for dir in ["/dev/shm", "/dev/shm/not/there"] {
+            assert!(is_in_memory(Path::new(dir)), "{dir}");
+        }
+        for dir in ["/proc", "/sys/not-there", "", "relative"] {
+            assert!(!is_in_memory(Path::new(dir)), "{dir}");
+        }
+    }
+}

@@ -1,0 +1,468 @@
+//! The file in which a tenant's processes count what they hold together, against the tenant's budgets.
+//!
+//! `<tenant>/budget` is mapped by all of them ([`Shared`]), and lives as long as one of them does. Its bytes are locked one
+//! by one, for each opening of the file by itself, which the kernel lets go when a process ends, however:
+//!
+//! | byte | who locks it |
+//! | --- | --- |
+//! | 0 | a process that changes more in the file than figures; for moments |
+//! | 1 | a command that changes budgets from outside, so that the file is not taken for left behind |
+//! | 2 + n | the process that has slot n |
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use vmm_pool::Uninherited;
+use vmm_pool::budget::{Gpu, Shared};
+use vmm_pool::check_file_length;
+
+use super::files::{io_error, is_same, is_still_named, open_lock_file, open_regular};
+use super::{RunDirError, TenantDir, locks, pause_thread};
+use crate::budget::Budgets;
+
+pub(super) const NAME: &str = "budget";
+const TABLE: i64 = 0;
+const EDITOR: i64 = 1;
+const FIRST_SLOT: i64 = 2;
+/// For a lock that is held for moments.
+const TABLE_TIMEOUT: Duration = Duration::from_secs(5);
+const BACK_OFF: Duration = Duration::from_millis(1);
+
+/// The opened file, mapped. It keeps its slot, where it has one, until it is dropped or the process ends.
+#[derive(Debug)]
+pub struct BudgetFile {
+    file: Uninherited<File>,
+    path: PathBuf,
+    shared: Shared,
+}
+
+/// The right to change what is in the file; given up when dropped.
+struct WriteRight<'a>(&'a File);
+
+impl Drop for WriteRight<'_> {
+    fn drop(&mut self) {
+        if let Err(errno) = lock(self.0, TABLE, libc::F_UNLCK) {
+            tracing::warn!(%errno, "the lock of the tenant's budgets was not given up");
+        }
+    }
+}
+
+/// Locks one byte, or unlocks it.
+fn lock(file: &File, byte: i64, kind: i32) -> nix::Result<()> {
+    locks::set(file, (byte, 1), kind)
+}
+
+/// Has another opening of the file locked this byte?
+fn is_locked(file: &File, byte: i64) -> nix::Result<bool> {
+    locks::is_set(file, (byte, 1))
+}
+
+fn byte_of(slot: usize) -> i64 {
+    FIRST_SLOT + i64::try_from(slot).unwrap_or_default()
+}
+
+fn table(file: &File) -> io::Result<WriteRight<'_>> {
+    let deadline = Instant::now() + TABLE_TIMEOUT;
+    loop {
+        match lock(file, TABLE, libc::F_WRLCK) {
+            Ok(()) => return Ok(WriteRight(file)),
+            Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < deadline => {
+                pause_thread(BACK_OFF);
+            }
+            Err(Errno::EAGAIN | Errno::EACCES) => return Err(ErrorKind::TimedOut.into()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Does any process have a slot, or change budgets? Under the table's lock.
+fn is_in_use(file: &File, shared: &Shared) -> nix::Result<bool> {
+    if is_locked(file, EDITOR)? {
+        return Ok(true);
+    }
+    for slot in 0..shared.slots_used() {
+        if is_locked(file, byte_of(slot))? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// All zeros, with space on the disk for all, so that writing to the mapping cannot find it full. Never shorter on the way:
+/// somebody may still have it mapped.
+fn wipe(file: &File) -> io::Result<()> {
+    check_file_length(Shared::BYTES as u64)?;
+    file.write_all_at(&vec![0; Shared::BYTES], 0)
+}
+
+fn read_budgets(file: &File) -> io::Result<Budgets> {
+    let (at, size) = Shared::CALLERS;
+    let mut text = vec![0; size];
+    file.read_exact_at(&mut text, at)?;
+    text.truncate(text.iter().position(|byte| *byte == 0).unwrap_or(size));
+    if text.is_empty() {
+        return Ok(Budgets::default());
+    }
+    let text = String::from_utf8(text).map_err(|_| io::Error::from(ErrorKind::InvalidData))?;
+    text.parse().map_err(|error| io::Error::new(ErrorKind::InvalidData, error))
+}
+
+fn write_budgets(file: &File, budgets: &Budgets) -> io::Result<()> {
+    let (at, size) = Shared::CALLERS;
+    let mut text = budgets.to_string().into_bytes();
+    if text.len() >= size {
+        return Err(ErrorKind::InvalidInput.into());
+    }
+    text.resize(size, 0);
+    check_file_length(at + size as u64)?;
+    file.write_all_at(&text, at)
+}
+
+impl BudgetFile {
+    /// The file of a tenant which a process, or a command that changes its budgets, has open; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn existing(dir: &TenantDir) -> Result<Option<Self>, RunDirError> {
+        let path = dir.path().join(NAME);
+        let Some(file) = open(&path)? else {
+            return Ok(None);
+        };
+        let found = || -> io::Result<Option<Shared>> {
+            let _table = table(&file)?;
+            if file.metadata()?.len() < Shared::BYTES as u64 {
+                return Ok(None);
+            }
+            let shared = Shared::map(&file)?;
+            let lives = shared.is_begun() && is_in_use(&file, &shared)?;
+            Ok(lives.then_some(shared))
+        };
+        let shared = found().map_err(io_error("reading", &path))?;
+        Ok(shared.map(|shared| Self { file: file.into(), path, shared }))
+    }
+
+    /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun again, with
+    /// `budgets`; `None` where nobody counts and nothing is said. Blocks for moments.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn join(
+        dir: &TenantDir,
+        budgets: Option<&Budgets>,
+    ) -> Result<Option<(Self, usize)>, RunDirError> {
+        Self::open_with(dir, budgets, |file, shared| {
+            for slot in 0..Shared::SLOTS_MAX {
+                // It stays locked for as long as the file is open.
+                if lock(file, byte_of(slot), libc::F_WRLCK).is_ok() {
+                    shared.open_slot(slot);
+                    return Ok(slot);
+                }
+            }
+            Err(ErrorKind::QuotaExceeded.into())
+        })
+    }
+
+    /// For a command that changes budgets of a tenant that runs. Until it is dropped the file is not taken for left behind.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`]; `WouldBlock` inside where another one does so.
+    pub fn edit(dir: &TenantDir) -> Result<Self, RunDirError> {
+        let none = Budgets::default();
+        let opened = Self::open_with(dir, Some(&none), |file, _| {
+            lock(file, EDITOR, libc::F_WRLCK).map_err(io::Error::from)
+        })?;
+        let gone = || io_error("opening", &dir.path().join(NAME))(ErrorKind::NotFound.into());
+        opened.map(|(file, ())| file).ok_or_else(gone)
+    }
+
+    /// Opens the file, makes it where need be, and does `take` with the table locked.
+    fn open_with<T>(
+        dir: &TenantDir,
+        budgets: Option<&Budgets>,
+        take: impl Fn(&File, &Shared) -> io::Result<T>,
+    ) -> Result<Option<(Self, T)>, RunDirError> {
+        let path = dir.path().join(NAME);
+        loop {
+            let file = match budgets {
+                None => open(&path)?,
+                Some(_) => Some(open_lock_file(&path).map_err(io_error("opening", &path))?),
+            };
+            let Some(file) = file else {
+                return Ok(None);
+            };
+            let opened = || -> io::Result<Option<(Shared, T)>> {
+                let _table = table(&file)?;
+                // A forked child keeps the mapping, and with it the opening that is mapped; the locks of slots are of the other one.
+                let mapped = open(&path).map_err(io::Error::other)?;
+                let Some(mapped) = mapped.filter(|mapped| is_same(&file, mapped.metadata())) else {
+                    return Ok(None);
+                };
+                if file.metadata()?.len() < Shared::BYTES as u64 {
+                    wipe(&file)?;
+                }
+                let shared = Shared::map(&mapped)?;
+                if !(shared.is_begun() && is_in_use(&file, &shared)?) {
+                    let Some(budgets) = budgets else {
+                        std::fs::remove_file(&path)?;
+                        return Ok(None);
+                    };
+                    wipe(&file)?;
+                    write_budgets(&file, budgets)?;
+                    shared.begin();
+                }
+                let taken = take(&file, &shared)?;
+                Ok(Some((shared, taken)))
+            };
+            if let Some((shared, taken)) = opened().map_err(io_error("use", &path))? {
+                return Ok(Some((Self { file: file.into(), path, shared }, taken)));
+            }
+        }
+    }
+
+    /// Is it the file that those find who look for it now? One that was made shorter is removed, so that all take another one.
+    pub fn is_named(&self) -> bool {
+        let is_named = is_still_named(&self.file, &self.path);
+        is_named && (self.is_whole() || std::fs::remove_file(&self.path).is_err())
+    }
+
+    /// Has it all its bytes? Touching what is not there any more would end this process.
+    pub fn is_whole(&self) -> bool {
+        self.file.metadata().is_ok_and(|found| found.len() >= Shared::BYTES as u64)
+    }
+
+    /// Returns the count that all processes share.
+    pub fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// The places of `gpus`, which get the tenant's budgets where they have none yet. Blocks for moments.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn places(&self, gpus: &[Gpu]) -> Result<Vec<Option<usize>>, RunDirError> {
+        let places = || -> io::Result<Vec<Option<usize>>> {
+            let _table = table(&self.file)?;
+            let budgets = read_budgets(&self.file)?;
+            let place = |gpu: &Gpu| {
+                self.shared.find(gpu.uuid).or_else(|| {
+                    let mut gpu = *gpu;
+                    gpu.figure.budget_bytes = budgets.of(gpu.uuid, gpu.index);
+                    self.shared.add(&gpu)
+                })
+            };
+            Ok(gpus.iter().map(place).collect())
+        };
+        places().map_err(io_error("use", &self.path))
+    }
+
+    /// The tenant's budgets.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn budgets(&self) -> Result<Budgets, RunDirError> {
+        read_budgets(&self.file).map_err(io_error("reading", &self.path))
+    }
+
+    /// Changes the tenant's budgets, for all its processes simultaneously.
+    ///
+    /// # Errors
+    /// [`RunDirError::Io`].
+    pub fn change(&self, changes: &Budgets) -> Result<(), RunDirError> {
+        let change = || -> io::Result<()> {
+            let _table = table(&self.file)?;
+            let gpus = self.shared.gpus();
+            let known: Vec<_> = gpus.iter().map(|gpu| (gpu.uuid, gpu.index)).collect();
+            let budgets = read_budgets(&self.file)?.changed_by(changes, &known);
+            write_budgets(&self.file, &budgets)?;
+            for (place, gpu) in gpus.iter().enumerate() {
+                self.shared.set_budget(place, budgets.of(gpu.uuid, gpu.index));
+            }
+            Ok(())
+        };
+        change().map_err(io_error("writing", &self.path))
+    }
+
+    /// Forgets what processes hold that have ended; `own` is the slot of this process. Waits for nothing.
+    pub fn forget_dead(&self, own: Option<usize>) {
+        for slot in (0..self.shared.slots_used()).filter(|slot| Some(*slot) != own) {
+            // While the byte is locked here nobody takes the slot again.
+            if self.shared.is_slot_used(slot)
+                && lock(&self.file, byte_of(slot), libc::F_WRLCK).is_ok()
+            {
+                self.shared.clear_slot(slot);
+                if let Err(errno) = lock(&self.file, byte_of(slot), libc::F_UNLCK) {
+                    tracing::warn!(%errno, slot, "a dead process's slot stays locked");
+                }
+            }
+        }
+    }
+
+    /// Removes the file of a tenant of which no process is left.
+    pub(super) fn remove_unused(dir: &Path) -> Result<(), RunDirError> {
+        let path = dir.join(NAME);
+        let Some(file) = open(&path)? else {
+            return Ok(());
+        };
+        let remove = || -> io::Result<()> {
+            let _table = table(&file)?;
+            let is_used = file.metadata()?.len() >= Shared::BYTES as u64 && {
+                let shared = Shared::map(&file)?;
+                is_in_use(&file, &shared)?
+            };
+            if !is_used && is_still_named(&file, &path) {
+                std::fs::remove_file(&path)?;
+            }
+            Ok(())
+        };
+        remove().map_err(io_error("removal", &path))
+    }
+}
+
+fn open(path: &Path) -> Result<Option<File>, RunDirError> {
+    match open_regular(OpenOptions::new().read(true).write(true), path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some).map_err(io_error("opening", path)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::budget::Figure;
+    use vmm_pool::driver::DeviceUuid;
+
+    use super::*;
+    use crate::run_dir::tests::{name, run_dir};
+
+    const GPU: Gpu = Gpu {
+        uuid: DeviceUuid([7; 16]),
+        index: Some(0),
+        total_bytes: 100,
+        figure: Figure { budget_bytes: None, held_bytes: 0 },
+    };
+
+    fn dir(base: &tempfile::TempDir) -> TenantDir {
+        run_dir(base).tenant(&name("train")).unwrap()
+    }
+
+    fn budgets(text: &str) -> Budgets {
+        text.parse().unwrap()
+    }
+
+    /// A process, until it is dropped: each opening of the file has locks of its own.
+    fn process(dir: &TenantDir, budget: &str) -> (BudgetFile, usize) {
+        let (file, slot) = BudgetFile::join(dir, Some(&budgets(budget))).unwrap().unwrap();
+        assert_eq!(file.places(&[GPU]).unwrap(), [Some(0)]);
+        (file, slot)
+    }
+
+    #[test]
+    fn who_takes_the_slot_of_one_that_was_killed_has_all_of_the_budget() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (lives, own) = process(&dir, "0=50");
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        drop(killed);
+        // Nobody has looked since.
+        let (next, taken) = process(&dir, "0=50");
+        assert_eq!((own, taken), (0, slot));
+        next.shared().take(0, taken, 50).unwrap();
+        assert_eq!(lives.shared().figure(0).held_bytes, 50);
+    }
+
+    #[test]
+    fn the_slot_of_a_dead_process_is_free_again_when_another_has_cleared_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (lives, own) = process(&dir, "0=50");
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        lives.forget_dead(Some(own));
+        assert_eq!(lives.shared().figure(0).held_bytes, 50, "it lives");
+        drop(killed);
+        lives.forget_dead(Some(own));
+        assert_eq!(lives.shared().figure(0).held_bytes, 0);
+        let (_next, taken) = process(&dir, "0=50");
+        assert_eq!(taken, slot);
+    }
+
+    #[test]
+    fn a_file_that_only_the_dead_have_used_is_begun_anew_though_somebody_has_looked_at_it() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (killed, slot) = process(&dir, "0=50");
+        killed.shared().take(0, slot, 50).unwrap();
+        let looks = BudgetFile::existing(&dir).unwrap().unwrap();
+        drop(killed);
+        // It has cleared the slot, and has the file open still.
+        looks.forget_dead(None);
+        let (next, _) = process(&dir, "0=20");
+        assert_eq!(next.budgets().unwrap(), budgets("0=20"));
+        drop(next);
+        assert!(BudgetFile::existing(&dir).unwrap().is_none());
+        BudgetFile::remove_unused(dir.path()).unwrap();
+        assert!(!looks.is_named());
+    }
+
+    #[test]
+    fn a_file_that_somebody_is_changing_is_not_taken_for_left_behind() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let editor = BudgetFile::edit(&dir).unwrap();
+        editor.change(&budgets("0=30")).unwrap();
+        BudgetFile::remove_unused(dir.path()).unwrap();
+        assert!(editor.is_named());
+        let (joins, _) = process(&dir, "0=50");
+        assert_eq!(joins.budgets().unwrap(), budgets("0=30"));
+        assert_eq!(joins.shared().figure(0).budget_bytes, Some(30));
+        drop(joins);
+        assert!(BudgetFile::existing(&dir).unwrap().is_some());
+        drop(editor);
+        let (again, _) = process(&dir, "0=50");
+        assert_eq!(again.budgets().unwrap(), budgets("0=50"));
+    }
+
+    #[test]
+    fn a_file_that_was_made_shorter_is_not_touched_and_all_take_another() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let ((one, _), (other, _)) = (process(&dir, "0=100"), process(&dir, "0=100"));
+        assert!(one.is_named() && one.is_whole());
+        File::options().write(true).open(dir.path().join(NAME)).unwrap().set_len(0).unwrap();
+        assert!(!one.is_whole() && !one.is_named());
+        let (next, _) = process(&dir, "0=100");
+        assert!(!other.is_named(), "it moves to the new one");
+        assert!(next.is_named() && next.is_whole());
+    }
+
+    /// One that joins waits for the lock of a file that is removed meanwhile.
+    #[test]
+    fn a_file_that_was_removed_while_its_lock_was_waited_for_is_joined_by_nobody() {
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let (first, _) = process(&dir, "0=50");
+        let path = dir.path().join(NAME);
+        let opened = open(&path).unwrap().unwrap();
+        let held = table(&opened).unwrap();
+        let waiting = std::thread::scope(|threads| {
+            let joining = threads.spawn(|| process(&dir, "0=50"));
+            let is_waiting = || {
+                let found = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+                let links = found.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+                links.filter(|link| *link == path).count() == 3
+            };
+            let deadline = Instant::now() + TABLE_TIMEOUT / 2;
+            while !is_waiting() && Instant::now() < deadline {
+                pause_thread(BACK_OFF);
+            }
+            std::fs::remove_file(&path).unwrap();
+            drop(held);
+            joining.join().unwrap()
+        });
+        assert!(waiting.0.is_named() && !first.is_named());
+    }
+}
