@@ -79,7 +79,7 @@ pub(crate) type InUse = Arc<dyn Any + Send + Sync>;
 
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug)]
-pub(crate) struct Deferred<D: Driver> {
+pub struct Deferred<D: Driver> {
     driver: Arc<D>,
     lists: Mutex<Lists>,
 }
@@ -129,7 +129,13 @@ impl<D: Driver> Deferred<D> {
     }
 
     /// Frees a range that nothing is mapped in, and that is in no table any more; keeps it when the driver refuses.
-    pub(crate) fn free_addresses(&self, range: VaRange) -> PoolResult<()> {
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`]: it goes at the next pause.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressFree`.
+    pub fn free_addresses(&self, range: VaRange) -> PoolResult<()> {
         // SAFETY: nobody uses the range any more.
         let freed = unsafe { self.driver.address_free(range) };
         if freed.is_err() {
@@ -162,7 +168,7 @@ impl<D: Driver> Deferred<D> {
     }
 
     /// Keeps a stream of ours that the driver has refused to end.
-    pub(crate) fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
+    pub fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
         lock(&self.lists).streams.push((device, stream));
     }
 

@@ -7,7 +7,6 @@
 
 pub mod asking;
 pub mod budget;
-mod cells;
 mod copies;
 mod deferred;
 mod error;
@@ -22,7 +21,6 @@ mod report;
 mod saved;
 #[cfg(test)]
 mod scaling;
-mod slabs;
 mod store;
 pub mod support;
 mod transition;
@@ -37,25 +35,24 @@ pub mod driver {
 
 pub use sublet_sync::{slots, sync, threads};
 
-pub use cells::Cells;
-pub use error::{PoolError, PoolResult};
+pub use deferred::Deferred;
+pub use error::{Describe, PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    After, Block, Class, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
-    LostImports, References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags,
-    TicketWatch, Unfreezable, Whose,
+    After, Block, Class, Export, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease,
+    LentTotals, LostImports, Part, References, Selection, Shareable, Sight, Stance, StayReason,
+    TagTotals, Tags, TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Export, GiveUp, Holdings, HostMemory,
-    ImportSource, Kind, Native, Natives, PieceBytes, PlainMemory, Pool, Registered, Use,
+    AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Front, FrontView, Holdings, HostMemory,
+    ImportSource, Inside, Native, Natives, NewMemory, PieceBytes, PlainMemory, Pool, Registered,
 };
 pub use prefault::{BroughtIn, HostStanding};
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
 pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
-pub use slabs::{Part, Slabs};
 pub use store::{
     CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
     check_file_dir, check_file_length,

@@ -53,7 +53,7 @@ pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
 pub(crate) use sharing::Sharing;
 use table::RowTable;
 use tickets::Watches;
-pub use tickets::{Lease, LentTotals, TicketWatch};
+pub use tickets::{Export, Lease, LentTotals, Part, TicketWatch};
 use views::Views;
 
 use crate::driver::{

@@ -141,27 +141,46 @@ impl Watches {
     }
 }
 
-/// The allocation to be exported for a ticket.
-#[derive(Debug)]
-pub(crate) struct ToExport {
-    pub(crate) id: AllocationId,
-    pub(crate) size_bytes: u64,
-    /// 0 for memory of another process.
-    pub(crate) serial: u64,
-    /// None where there is one, or it is another process's to give.
-    pub(crate) raw: Option<RawHandle>,
+/// The data that a ticket for an allocation must carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Its identity.
+    pub id: AllocationId,
+    /// Its size.
+    pub size_bytes: u64,
+    /// The serial number of the ticket. Redeeming the ticket once, or closing it where it is watched, lets the memory
+    /// go that it holds. 0 for memory of another process, of which a ticket holds nothing.
+    pub serial: u64,
+    /// The process that owns it, if that is another one.
+    pub owner: Option<PeerId>,
+    /// The part of it that was exported, unless that is the whole.
+    pub part: Option<Part>,
+}
+
+/// A part of an allocation, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The offset of the part in the allocation, in bytes.
+    pub offset_bytes: u64,
+    /// The length of the part, in bytes.
+    pub size_bytes: u64,
 }
 
 impl Ledger {
-    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases.
+    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases. No driver's handle comes out
+    /// where there is a descriptor already, or it is another process's to give.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
-    pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
+    pub(crate) fn begin_export(
+        &mut self,
+        handle: VirtualHandle,
+    ) -> PoolResult<(Export, Option<RawHandle>)> {
         let row = self.rows.find(handle)?;
-        let (id, size_bytes) = (row.id(), row.size_bytes());
+        let (id, size_bytes, owner) = (row.id(), row.size_bytes(), row.owner());
+        let export = Export { id, size_bytes, serial: 0, owner, part: None };
         if !row.is_own() {
-            return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
+            return Ok((export, None));
         }
         let raw = if row.sharing().is_exported() { None } else { row.raw() };
         if raw.is_none() && !row.sharing().is_exported() {
@@ -170,7 +189,7 @@ impl Ledger {
         self.watches.last_serial += 1;
         let serial = self.watches.last_serial;
         self.rows.change([handle], |row| row.sharing_mut().tickets.add(serial));
-        Ok(ToExport { id, size_bytes, serial, raw })
+        Ok((Export { serial, ..export }, raw))
     }
 
     /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts

@@ -11,7 +11,7 @@ use super::{PageError, PageResult, PagedWindow};
 use crate::deferred::Physical;
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::PoolError;
-use crate::pool::{Entered, Lender, Use};
+use crate::pool::{Entered, Lender};
 
 /// A window with less takes memory from one that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
@@ -71,7 +71,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Device memory for one more chunk. If another could leave for `newcomer`, it leaves free what is to stay free.
     pub(super) fn new_frame(
         &self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         newcomer: usize,
     ) -> PageResult<Physical> {
         let (device, needed_bytes) = (self.shared.device, self.shared.chunk_bytes);

@@ -25,7 +25,7 @@ use crate::deferred::Physical;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Known, Row};
-use crate::pool::{Entered, Use};
+use crate::pool::Entered;
 use crate::transition::{Copier, StillChunk};
 
 /// Between two looks while something that is wanted waits for the device.
@@ -138,7 +138,7 @@ pub(super) struct Worker<'a, D: Driver> {
     copier: Copier<'a, D>,
     /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
-    pub(super) stay: Option<Entered<'a, D, Use>>,
+    pub(super) stay: Option<Entered<'a, D>>,
     /// The streams for questions: one waits for room next to the kernels that run, and copies do not wait for it.
     asking: DeviceStreams<'a, D>,
     /// Made when somebody is first asked. `None` inside if the device cannot say.
@@ -350,7 +350,7 @@ impl<D: Driver> Worker<'_, D> {
     /// `to_driver`, as other memory does; nobody else may have a frame still that goes to another chunk.
     fn take_frame(
         &self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         victim: usize,
         to_driver: bool,
     ) -> PageResult<Option<Physical>> {
@@ -402,7 +402,7 @@ impl<D: Driver> Worker<'_, D> {
 
     fn still<'e>(
         &self,
-        entered: &'e Entered<'_, D, Use>,
+        entered: &'e Entered<'_, D>,
         chunk: usize,
         row: VirtualHandle,
     ) -> PoolResult<Option<StillChunk<'e, D>>> {
@@ -415,7 +415,7 @@ impl<D: Driver> Worker<'_, D> {
     /// so already, and if anything was copied.
     fn fill(
         &mut self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         row: VirtualHandle,
         frame: Physical,
         slot: Option<usize>,

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use super::accounts::Reasons;
-use super::{Entered, Kind, Pool};
+use super::{Inside, Pool};
 use crate::budget::{Budget, Charge, Counted};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::error::PoolError;
@@ -145,7 +145,7 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver> Inside<'_, D> {
     /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
     /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
     #[doc(alias = "cuCtxDestroy")]

@@ -8,7 +8,7 @@ use crate::deferred::Physical;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::ledger::{Mapping, Presence, Remount};
-use crate::pool::{Entered, Use};
+use crate::pool::Entered;
 
 impl<D: Driver> StillChunk<'_, D> {
     /// Unmaps the chunk, whose contents lie in its place, or are nobody's. Its memory comes out.
@@ -133,7 +133,7 @@ impl<D: Driver> StillChunk<'_, D> {
     }
 }
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Entered<'_, D> {
     /// Makes memory for a chunk.
     ///
     /// # Errors
@@ -146,10 +146,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         device: DeviceOrdinal,
         size_bytes: u64,
     ) -> PoolResult<Physical> {
-        let charge = self.pool.budget.charge(Some(device), size_bytes)?;
-        let made = self.pool.driver.create(size_bytes, &frame_prop(device));
-        let raw = made.about(|| "memory for paging".to_owned(), size_bytes, Some(device))?;
-        let mut made = Physical::new(raw, size_bytes, Some(device)).charged(charge);
+        let about = || "memory for paging".to_owned();
+        let mut made = self.make(size_bytes, &frame_prop(device), about)?;
         // Counting may have begun meanwhile.
         made.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
         Ok(made)

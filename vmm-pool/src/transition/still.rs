@@ -11,7 +11,7 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
 use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Selection, Survey};
-use crate::pool::{Entered, Pool, Right, Use};
+use crate::pool::{Entered, Pool, Right};
 use crate::store::HostDemand;
 
 /// The gate is shut, and what has begun behind it is not over. Dropping it undoes that and puts the gate where it was.
@@ -294,7 +294,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     /// # Driver calls
     /// `cuEventQuery` for each.
     pub(crate) fn of(
-        entered: &'a Entered<'_, D, Use>,
+        entered: &'a Entered<'_, D>,
         row: VirtualHandle,
         uses: &[RawEvent],
     ) -> PoolResult<Option<Self>> {
@@ -310,7 +310,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     }
 
     /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
-    pub(crate) fn away(entered: &'a Entered<'_, D, Use>, row: VirtualHandle) -> Option<Self> {
+    pub(crate) fn away(entered: &'a Entered<'_, D>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
         let range = pool.ledger().home_of(row, Row::is_set_aside)?;
         Some(Self { pool, row, range })

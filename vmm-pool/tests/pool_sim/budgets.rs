@@ -12,9 +12,8 @@ use vmm_pool::{Class, Contents, PoolError, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes,
-    import_again, kept, map, native, node, pause, pool, resume, share,
+    import_again, kept, map, native, node, pause, pause_tags, pool, resume, resume_tags, share,
 };
-use crate::tags::{pause_tags, resume_tags};
 
 const BUDGET_BYTES: u64 = 32 * UNIT;
 

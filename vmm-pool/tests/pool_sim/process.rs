@@ -495,7 +495,7 @@ impl SimPool {
     }
 
     pub(crate) fn address_free_is_refused(&self, range: VaRange) -> bool {
-        self.pool.enter_giving_up().address_free_is_refused(range)
+        self.pool.enter_giving_up().check_address_free(range).is_err()
     }
 
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {

@@ -6,11 +6,11 @@ use vmm_pool::VirtualHandle;
 use vmm_pool::driver::{AccessDesc, VaRange};
 
 use crate::slabs::{
-    allocate, assert_nothing_left, create, free, free_range, import, objects, place, slabbed,
+    allocate, assert_nothing_left, create, free, free_range, import, is_clear, objects, place,
+    pool, slabbed,
 };
 use crate::stage::{
-    DEVICE, OTHER, SimPool, UNIT, holds, is_clear, node, pattern, pause, pool, reserve, resume,
-    write,
+    DEVICE, OTHER, SimPool, UNIT, holds, node, pattern, pause, reserve, resume, write,
 };
 
 /// What each thread does, and how often there is a pause.
@@ -50,8 +50,8 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                 // As NCCL suspends: the addresses stay.
                 let (handle, range, _) = held[at];
                 let entered = pool.enter_giving_up();
-                entered.cells().unmap_cells(range).expect("unmapped");
-                entered.cells().release_cell(handle).expect("released");
+                entered.pool().front().unmap(&entered, range).expect("unmapped");
+                entered.pool().front().release(&entered, handle).expect("released");
                 drop(entered);
                 let Ok(handle) = create(pool, range.size_bytes / UNIT) else {
                     held.swap_remove(at);
@@ -59,9 +59,9 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                     continue;
                 };
                 let entered = pool.enter();
-                entered.cells().map_cell(range, 0, handle).expect("mapped again");
+                entered.pool().front().map(&entered, range, 0, handle).expect("mapped again");
                 let access = [AccessDesc::read_write(DEVICE)];
-                entered.cells().set_cell_access(range, &access).expect("access");
+                entered.pool().front().set_access(&entered, range, &access).expect("access");
                 let mark = seed << 32 | round;
                 write(pool, DEVICE, range, pattern(mark));
                 held[at] = (handle, range, mark);
@@ -132,25 +132,23 @@ fn a_cell_that_one_thread_exports_and_another_maps_elsewhere_is_one_memory() {
         let elsewhere = reserve(&pool, UNIT);
         let export = std::thread::scope(|scope| {
             let exporter =
-                scope.spawn(|| pool.enter().cells().export_cell(handle).expect("export"));
-            pool.enter().cells().map_cell(elsewhere, 0, handle).expect("mapped");
+                scope.spawn(|| pool.front().export(&pool.enter(), handle).expect("export"));
+            pool.front().map(&pool.enter(), elsewhere, 0, handle).expect("mapped");
             exporter.join().expect("it ends")
         });
-        pool.enter()
-            .cells()
-            .set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)])
+        pool.front()
+            .set_access(&pool.enter(), elsewhere, &[AccessDesc::read_write(DEVICE)])
             .expect("access");
         write(&pool, DEVICE, elsewhere, pattern(seed));
-        let (export, part) = export;
-        let again = pool.enter().cells().import_held_cell(export.id, export.serial, part);
+        let again = pool.front().import_held(&pool.enter(), &export);
         let again = again.expect("held").expect("its own");
         let place = place(&pool, again, 1, DEVICE);
         assert!(holds(&pool, DEVICE, place, pattern(seed)));
         for _ in 0..2 {
-            pool.enter_giving_up().cells().release_cell(again).expect("released");
+            pool.front().release(&pool.enter_giving_up(), again).expect("released");
         }
         for range in [elsewhere, place] {
-            pool.enter_giving_up().cells().unmap_cells(range).expect("unmapped");
+            pool.front().unmap(&pool.enter_giving_up(), range).expect("unmapped");
             free_range(&pool, range);
         }
         free(&pool, kept);

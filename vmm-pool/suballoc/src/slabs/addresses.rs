@@ -6,11 +6,11 @@ use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
 use super::{
-    AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, Part, ROOM_BYTES,
-    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
+    AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, ROOM_BYTES, ROOM_UNIT_BYTES,
+    Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
 };
-use crate::VirtualHandle;
-use crate::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
+use vmm_pool::{Part, VirtualHandle};
 
 // Addresses are given out.
 impl SlabTable {
@@ -117,14 +117,14 @@ impl SlabTable {
             Under::Slab(key, base)
                 if key == found.slab && range.start.0 == base + found.part.offset_bytes =>
             {
-                self.set_mapped(start, range, handle);
+                self.set_mapped(range, handle);
                 let is_unclean = self.cell_mut(handle).is_some_and(|cell| cell.is_unclean);
                 if is_unclean { MapPlan::Clear } else { MapPlan::Done }
             }
             Under::Slab(key, base) => {
                 let offset_bytes = range.start.0.saturating_sub(base);
                 if self.put_at(found, key, Part { offset_bytes, ..found.part }) {
-                    self.set_mapped(start, range, handle);
+                    self.set_mapped(range, handle);
                     MapPlan::Clear
                 } else {
                     MapPlan::Odd
@@ -144,7 +144,7 @@ impl SlabTable {
                     Some(mounted) => {
                         self.windows.set_under(start, Under::Changing);
                         // The cell, and its slab with it, lives until it is unmapped again.
-                        self.set_mapped(start, range, handle);
+                        self.set_mapped(range, handle);
                         MapPlan::Fill { row: found.row, window: start, mounted }
                     }
                     None => MapPlan::Odd,
@@ -209,14 +209,12 @@ impl SlabTable {
         true
     }
 
-    pub(super) fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
+    pub(crate) fn recipe_of(&self, key: SlabKey) -> Option<&Recipe> {
         self.slabs.get(&key)?.new.recipe.as_ref().map(|(recipe, _)| recipe)
     }
 
-    fn set_mapped(&mut self, window: u64, range: VaRange, handle: VirtualHandle) {
-        if let Some(window) = self.windows.get_mut(window) {
-            window.put_item(range, Some(handle));
-        }
+    fn set_mapped(&mut self, range: VaRange, handle: VirtualHandle) {
+        self.windows.put_item(range, Some(handle));
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
             cell.is_fresh = false;
@@ -234,7 +232,7 @@ impl SlabTable {
     ) -> Ended {
         self.windows.set_under(window, Under::Nothing);
         if !is_filled {
-            return self.unmap_item(window, range.start, Some(handle));
+            return self.unmap_item(range.start, Some(handle));
         }
         let Some(found) = self.cell_at(handle) else {
             // Another thread has unmapped it and given it back. Its slab may have ended too: what is mapped goes.
@@ -262,10 +260,8 @@ impl SlabTable {
             if let Some(cell) = self.cell_mut(handle) {
                 cell.is_unclean = false;
             }
-        } else if let Some(window) =
-            self.windows.window_at(range.start).map(|found| found.range.start.0)
-        {
-            ended.add(self.unmap_item(window, range.start, Some(handle)));
+        } else {
+            ended.add(self.unmap_item(range.start, Some(handle)));
         }
         ended
     }
@@ -280,15 +276,12 @@ impl SlabTable {
             Ok(window) => window,
             Err(plan) => return plan,
         };
-        let start = window.range.start.0;
         match window.under {
             Under::Changing if self.is_stuck(range.start) => MapPlan::Stuck,
             Under::Changing => MapPlan::Busy,
             Under::Slab(..) => MapPlan::Odd,
             Under::Nothing => {
-                if let Some(window) = self.windows.get_mut(start) {
-                    window.put_item(range, None);
-                }
+                self.windows.put_item(range, None);
                 MapPlan::Done
             }
         }
@@ -296,9 +289,7 @@ impl SlabTable {
 
     /// An allocation that stands alone could not be mapped at `range`.
     pub(crate) fn not_mapped_alone(&mut self, range: VaRange) {
-        if let Some(window) = self.windows.window_at(range.start).map(|found| found.range.start.0) {
-            self.unmap_item(window, range.start, None);
-        }
+        self.windows.take_item(range.start, None);
     }
 }
 
@@ -343,20 +334,16 @@ impl SlabTable {
             if cell.is_none() {
                 rows.push(item);
             }
-            ended.add(self.unmap_item(start, item.start, cell));
+            ended.add(self.unmap_item(item.start, cell));
         }
         ended.mounted.extend(self.leave_room(start));
         Some((rows, ended))
     }
 
-    /// The `cell`, or an allocation of its own, is not mapped at `at` in the window any more, if it was.
-    fn unmap_item(&mut self, window: u64, at: DeviceAddress, cell: Option<VirtualHandle>) -> Ended {
-        let window = self.windows.get_mut(window);
-        let window =
-            window.filter(|window| window.items.get(&at.0).is_some_and(|item| item.cell == cell));
-        let Some(window) = window else { return Ended::default() };
-        window.take_item(at);
-        let Some(handle) = cell else { return Ended::default() };
+    /// The `cell`, or an allocation of its own, is not mapped at `at` any more, if it was.
+    fn unmap_item(&mut self, at: DeviceAddress, cell: Option<VirtualHandle>) -> Ended {
+        let is_taken = self.windows.take_item(at, cell);
+        let Some(handle) = cell.filter(|_| is_taken) else { return Ended::default() };
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped -= 1;
         }
@@ -374,17 +361,6 @@ impl SlabTable {
         slab.windows.remove(&start);
         let size_bytes = slab.new.size_bytes;
         self.windows.dismount(start, size_bytes)
-    }
-
-    /// An allocation that stands alone is still mapped at `range`.
-    pub(crate) fn stays_mapped(&mut self, range: VaRange) {
-        let Some(window) = self.windows.window_at(range.start).map(|found| found.range.start.0)
-        else {
-            return;
-        };
-        if let Some(window) = self.windows.get_mut(window) {
-            window.put_item(range, None);
-        }
     }
 }
 
@@ -425,7 +401,7 @@ impl Window {
 
     pub(super) fn has_spot_in(&self, part: Part) -> bool {
         let Under::Slab(_, base) = self.under else { return false };
-        let range = part.at(DeviceAddress(base));
+        let range = VaRange::new(DeviceAddress(base + part.offset_bytes), part.size_bytes);
         let before = self.spots.range(..range.end().0).next_back();
         before.is_some_and(|(start, size_bytes)| start + size_bytes > range.start.0)
     }
@@ -459,9 +435,12 @@ impl SlabTable {
 
 // Rights.
 impl SlabTable {
-    /// Plans the setting of rights on `range`, which meets a window. A device keeps its rights to the slab, whatever is
+    /// Plans the setting of rights on `range`. A device keeps its rights to the slab, whatever is
     /// set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
+        if !self.windows.meets_window(range) {
+            return AccessPlan::Rows;
+        }
         let wrong = AccessPlan::Refused(DriverCode::INVALID_VALUE);
         let Some(window) = self.windows.window_at(range.start) else {
             return wrong;

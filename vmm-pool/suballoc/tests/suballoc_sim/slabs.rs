@@ -1,16 +1,25 @@
 //! Cells of slabs: what a library sees that asks for memory as NCCL does, and what the driver sees.
 
-use vmm_pool::driver::sim::FaultSpan;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use sublet_suballoc::Slabs;
+use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, Location,
     VaRange,
 };
-use vmm_pool::{Class, ImportSource, Known, PeerId, PoolResult, VirtualHandle};
+use vmm_pool::{Class, Export, ImportSource, Known, NewMemory, PeerId, PoolResult, VirtualHandle};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, class, free_addresses,
-    free_bytes, holds, node, pattern, pause, pool, reserve, resume, write,
+    free_bytes, holds, node, pattern, pause, reserve, resume, write,
 };
+
+/// Is there nothing that anybody wrote in `range`, which is the beginning of an allocation?
+pub(crate) fn is_clear(pool: &SimPool, device: DeviceOrdinal, range: VaRange) -> bool {
+    pool.driver().core().is_clear(device, range).expect("a readable range")
+}
 
 /// The first slab.
 pub(crate) const SLAB_BYTES: u64 = 16 << 20;
@@ -19,19 +28,64 @@ pub(crate) fn nccl() -> Class {
     Class { library: "nccl", tag: "nccl".to_owned(), ..Class::default() }
 }
 
-pub(crate) fn slabbed(node: &vmm_pool::driver::sim::SimNode) -> SimPool {
+/// A pool with slabs in front.
+#[derive(Debug)]
+pub(crate) struct Slabbed {
+    pool: SimPool,
+    slabs: Arc<Slabs>,
+}
+
+impl Deref for Slabbed {
+    type Target = SimPool;
+
+    fn deref(&self) -> &SimPool {
+        &self.pool
+    }
+}
+
+impl Slabbed {
+    pub(crate) fn slabs(&self) -> &Slabs {
+        &self.slabs
+    }
+}
+
+/// Memory that may be a cell.
+pub(crate) fn new_memory(size_bytes: u64, prop: AllocationProp, class: Class) -> NewMemory {
+    NewMemory { size_bytes, prop, class, is_alone: false }
+}
+
+/// What a caller is told of where it reserved.
+pub(crate) fn reserved_range(pool: &SimPool, address: DeviceAddress) -> Option<VaRange> {
+    pool.front().seen_at(address)?.reserved
+}
+
+/// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
+pub(crate) fn right_at(pool: &SimPool, address: DeviceAddress, place: Location) -> Option<i32> {
+    let (.., access) = pool.front().seen_at(address)?.part?;
+    Some(access.iter().find(|desc| desc.location == place).map_or(0, |desc| desc.flags))
+}
+
+/// It makes no slabs, and understands those of others.
+pub(crate) fn pool(node: &SimNode) -> Slabbed {
+    let (pool, slabs) = (crate::stage::pool(node), Arc::<Slabs>::default());
+    assert!(pool.set_front(Arc::clone(&slabs) as _));
+    Slabbed { pool, slabs }
+}
+
+pub(crate) fn slabbed(node: &SimNode) -> Slabbed {
     let pool = pool(node);
     pool.slabs().use_slabs(true);
     pool
 }
 
 pub(crate) fn create(pool: &SimPool, units: u64) -> PoolResult<VirtualHandle> {
-    pool.enter().cells().create_cell(units * UNIT, &AllocationProp::pinned_on(DEVICE), nccl())
+    pool.front()
+        .create(&pool.enter(), new_memory(units * UNIT, AllocationProp::pinned_on(DEVICE), nccl()))
 }
 
 /// Addresses as the library gets them: the cell's, or the driver's.
 fn addresses(pool: &SimPool, size_bytes: u64) -> VaRange {
-    match pool.enter().cells().take_addresses(size_bytes, UNIT, "nccl") {
+    match pool.front().take_addresses(&pool.enter(), size_bytes, UNIT, "nccl") {
         Some(start) => VaRange::new(start, size_bytes),
         None => reserve(pool, size_bytes),
     }
@@ -45,8 +99,12 @@ pub(crate) fn place(
 ) -> VaRange {
     let range = addresses(pool, units * UNIT);
     let entered = pool.enter();
-    entered.cells().map_cell(range, 0, handle).expect("mapped");
-    entered.cells().set_cell_access(range, &[AccessDesc::read_write(device)]).expect("access");
+    entered.pool().front().map(&entered, range, 0, handle).expect("mapped");
+    entered
+        .pool()
+        .front()
+        .set_access(&entered, range, &[AccessDesc::read_write(device)])
+        .expect("access");
     range
 }
 
@@ -57,7 +115,7 @@ pub(crate) fn allocate(pool: &SimPool, units: u64) -> (VirtualHandle, VaRange) {
 }
 
 pub(crate) fn free_range(pool: &SimPool, range: VaRange) {
-    if pool.enter_giving_up().cells().free_cell_addresses(range).is_err() {
+    if pool.front().free_addresses(&pool.enter_giving_up(), range).is_err() {
         free_addresses(pool, range);
     }
 }
@@ -65,12 +123,12 @@ pub(crate) fn free_range(pool: &SimPool, range: VaRange) {
 /// As NCCL frees: retain, release, ask for the range, unmap, release, free the addresses.
 pub(crate) fn free(pool: &SimPool, range: VaRange) {
     let entered = pool.enter_giving_up();
-    let handle = entered.cells().retain_cell_at(range.start).expect("it is mapped");
-    entered.cells().release_cell(handle).expect("retained");
+    let handle = entered.pool().front().retain_at(&entered, range.start).expect("it is mapped");
+    entered.pool().front().release(&entered, handle).expect("retained");
     let seen = pool.range_seen(range.start);
     assert!(seen.is_none_or(|seen| seen == range), "{seen:?}");
-    entered.cells().unmap_cells(range).expect("unmapped");
-    entered.cells().release_cell(handle).expect("released");
+    entered.pool().front().unmap(&entered, range).expect("unmapped");
+    entered.pool().front().release(&entered, handle).expect("released");
     free_range(pool, range);
 }
 
@@ -79,14 +137,16 @@ pub(crate) fn import(
     handle: VirtualHandle,
     importer: &SimPool,
 ) -> PoolResult<VirtualHandle> {
-    let (export, part) = owner.enter().cells().export_cell(handle).expect("export");
+    let export = owner.front().export(&owner.enter(), handle).expect("export");
     let entered = importer.enter();
     let fd = owner.redeem(export.id, export.serial, PeerId(1)).expect("a descriptor");
-    if let Some(held) = entered.cells().import_held_cell(export.id, 0, part)? {
+    if let Some(held) =
+        entered.pool().front().import_held(&entered, &Export { serial: 0, ..export })?
+    {
         return Ok(held);
     }
     let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
-    entered.cells().import_cell(source, fd.into(), nccl(), part)
+    entered.pool().front().import(&entered, source, fd.into(), nccl(), export.part)
 }
 
 /// Handles, reservations and mappings of the driver's.
@@ -172,9 +232,13 @@ fn only_small_memory_of_a_library_itself_that_can_be_shared_by_descriptor_is_of_
     ];
     for (size_bytes, prop, class) in all {
         let entered = pool.enter();
-        let handle = entered.cells().create_cell(size_bytes, &prop, class).expect("memory");
-        assert_eq!(entered.cells().take_addresses(size_bytes, 0, "test"), None);
-        entered.cells().release_cell(handle).expect("released");
+        let handle = entered
+            .pool()
+            .front()
+            .create(&entered, new_memory(size_bytes, prop, class))
+            .expect("memory");
+        assert_eq!(entered.pool().front().take_addresses(&entered, size_bytes, 0, "test"), None);
+        entered.pool().front().release(&entered, handle).expect("released");
         drop(entered);
         assert_eq!(pool.report().slabs.slabs, 0);
     }
@@ -190,13 +254,17 @@ fn a_cell_that_is_mapped_or_exported_before_it_has_addresses_stands_alone() {
     let elsewhere = reserve(&pool, UNIT);
     let mapped = create(&pool, 1).expect("memory");
     let entered = pool.enter();
-    entered.cells().map_cell(elsewhere, 0, mapped).expect("mapped");
-    entered.cells().set_cell_access(elsewhere, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    entered.pool().front().map(&entered, elsewhere, 0, mapped).expect("mapped");
+    entered
+        .pool()
+        .front()
+        .set_access(&entered, elsewhere, &[AccessDesc::read_write(DEVICE)])
+        .expect("access");
     assert_eq!(pool.report().slabs.cells, 1);
     assert_eq!(pool.report().slabs.dead_bytes, 0, "its bytes are given out again");
     let exported = create(&pool, 1).expect("memory");
-    let (export, part) = entered.cells().export_cell(exported).expect("export");
-    assert_eq!((export.size_bytes, part), (UNIT, None));
+    let export = entered.pool().front().export(&entered, exported).expect("export");
+    assert_eq!((export.size_bytes, export.part), (UNIT, None));
     entered.take_ticket_back(&export);
     drop(entered);
     write(&pool, DEVICE, elsewhere, pattern(1));
@@ -204,13 +272,13 @@ fn a_cell_that_is_mapped_or_exported_before_it_has_addresses_stands_alone() {
     resume(&pool);
     assert!(holds(&pool, DEVICE, elsewhere, pattern(1)));
     let entered = pool.enter_giving_up();
-    entered.cells().release_cell(exported).expect("released");
-    entered.cells().release_cell(exported).expect_err("once");
-    entered.cells().release_cell(mapped).expect("released");
+    entered.pool().front().release(&entered, exported).expect("released");
+    entered.pool().front().release(&entered, exported).expect_err("once");
+    entered.pool().front().release(&entered, mapped).expect("released");
     drop(entered);
     let entered = pool.enter_giving_up();
-    entered.cells().unmap_cells(elsewhere).expect("unmapped");
-    entered.cells().cell_properties(mapped).expect_err("gone");
+    entered.pool().front().unmap(&entered, elsewhere).expect("unmapped");
+    entered.pool().front().properties(&entered, mapped).expect_err("gone");
     drop(entered);
     free_range(&pool, elsewhere);
     free(&pool, kept);
@@ -228,24 +296,24 @@ fn a_cell_in_use_cannot_be_mapped_in_addresses_of_the_drivers_and_the_refusal_na
         (VaRange::new(elsewhere.start, 2 * UNIT), 0, DriverCode::INVALID_VALUE),
         (VaRange::new(elsewhere.start, UNIT / 2), 0, DriverCode::NOT_SUPPORTED),
     ] {
-        let error = pool.enter().cells().map_cell(range, offset, handle).expect_err("refused");
+        let error = pool.front().map(&pool.enter(), range, offset, handle).expect_err("refused");
         assert_eq!(error.code(), Some(code), "as the driver does");
     }
-    let error = pool.enter().cells().map_cell(elsewhere, 0, handle).expect_err("refused");
+    let error = pool.front().map(&pool.enter(), elsewhere, 0, handle).expect_err("refused");
     assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
     // It has bytes, which do not move with it, and no allocation of its own is mapped where a slab is.
     let (_, kept) = allocate(&pool, 1);
-    pool.enter().cells().unmap_cells(range).expect("unmapped");
+    pool.front().unmap(&pool.enter(), range).expect("unmapped");
     let alone = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
     for (range, handle) in [(elsewhere, handle), (range, alone)] {
-        let error = pool.enter().cells().map_cell(range, 0, handle).expect_err("refused");
+        let error = pool.front().map(&pool.enter(), range, 0, handle).expect_err("refused");
         assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     }
-    pool.enter().cells().map_cell(range, 0, handle).expect("where it was");
-    pool.enter_giving_up().cells().release_cell(alone).expect("released");
-    pool.enter_giving_up().cells().release_cell(handle).expect("released");
-    pool.enter_giving_up().cells().unmap_cells(range).expect("unmapped");
+    pool.front().map(&pool.enter(), range, 0, handle).expect("where it was");
+    pool.front().release(&pool.enter_giving_up(), alone).expect("released");
+    pool.front().release(&pool.enter_giving_up(), handle).expect("released");
+    pool.front().unmap(&pool.enter_giving_up(), range).expect("unmapped");
     free_range(&pool, range);
     free(&pool, kept);
     free_addresses(&pool, elsewhere);
@@ -265,12 +333,12 @@ fn a_cell_in_use_is_mapped_a_second_time_at_further_addresses() {
     resume(&pool);
     assert!(holds(&pool, OTHER, second, pattern(7)));
     let entered = pool.enter_giving_up();
-    entered.cells().release_cell(handle).expect("released");
-    entered.cells().unmap_cells(first).expect("unmapped");
+    entered.pool().front().release(&entered, handle).expect("released");
+    entered.pool().front().unmap(&entered, first).expect("unmapped");
     drop(entered);
     free_range(&pool, first);
     assert!(holds(&pool, OTHER, second, pattern(7)), "the other mapping keeps it");
-    pool.enter_giving_up().cells().unmap_cells(second).expect("unmapped");
+    pool.front().unmap(&pool.enter_giving_up(), second).expect("unmapped");
     free_range(&pool, second);
     free(&pool, third);
     assert_nothing_left(&pool);
@@ -284,13 +352,17 @@ fn addresses_that_are_kept_take_new_memory() {
     for seed in 1..4 {
         write(&pool, DEVICE, range, pattern(seed));
         let entered = pool.enter_giving_up();
-        entered.cells().unmap_cells(range).expect("unmapped");
-        entered.cells().release_cell(handle).expect("released");
+        entered.pool().front().unmap(&entered, range).expect("unmapped");
+        entered.pool().front().release(&entered, handle).expect("released");
         drop(entered);
         handle = create(&pool, 1).expect("memory");
         let entered = pool.enter();
-        entered.cells().map_cell(range, 0, handle).expect("mapped again");
-        entered.cells().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+        entered.pool().front().map(&entered, range, 0, handle).expect("mapped again");
+        entered
+            .pool()
+            .front()
+            .set_access(&entered, range, &[AccessDesc::read_write(DEVICE)])
+            .expect("access");
         drop(entered);
         assert!(holds(&pool, DEVICE, range, [0; 16]), "new memory holds nothing of the old");
         assert_eq!(pool.report().slabs.cells, 2);
@@ -298,19 +370,21 @@ fn addresses_that_are_kept_take_new_memory() {
     // With the last cell the slab goes, and the addresses stay.
     free(&pool, kept);
     let entered = pool.enter_giving_up();
-    entered.cells().unmap_cells(range).expect("unmapped");
-    entered.cells().release_cell(handle).expect("released");
+    entered.pool().front().unmap(&entered, range).expect("unmapped");
+    entered.pool().front().release(&entered, handle).expect("released");
     drop(entered);
     assert_eq!(free_bytes(&pool, DEVICE), CAPACITY_BYTES);
     handle = create(&pool, 1).expect("memory");
-    pool.enter().cells().map_cell(range, 0, handle).expect("mapped again");
-    pool.enter().cells().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    pool.front().map(&pool.enter(), range, 0, handle).expect("mapped again");
+    pool.front()
+        .set_access(&pool.enter(), range, &[AccessDesc::read_write(DEVICE)])
+        .expect("access");
     write(&pool, DEVICE, range, pattern(9));
     pause(&pool);
     resume(&pool);
     assert!(holds(&pool, DEVICE, range, pattern(9)));
     free(&pool, range);
-    pool.enter_giving_up().cells().release_cell(handle).expect_err("gone");
+    pool.front().release(&pool.enter_giving_up(), handle).expect_err("gone");
     assert_nothing_left(&pool);
 }
 
@@ -325,7 +399,10 @@ fn importers_map_a_slab_once_and_see_its_cells() {
         let imported = import(&owner, *handle, &importer).expect("imported");
         let place = place(&importer, imported, 1, OTHER);
         // NCCL keeps no handle of an import that is mapped in the same process.
-        importer.enter_giving_up().cells().release_cell(imported).expect("the mapping keeps it");
+        importer
+            .front()
+            .release(&importer.enter_giving_up(), imported)
+            .expect("the mapping keeps it");
         seen.push(place);
     }
     assert_eq!(objects(&importer), [1, 1, 1]);
@@ -352,7 +429,7 @@ fn importers_map_a_slab_once_and_see_its_cells() {
     }
     assert!(all_hold(), "imports keep the memory");
     for place in &seen {
-        importer.enter_giving_up().cells().unmap_cells(*place).expect("unmapped");
+        importer.front().unmap(&importer.enter_giving_up(), *place).expect("unmapped");
         free_range(&importer, *place);
     }
     assert_nothing_left(&importer);
@@ -382,14 +459,14 @@ fn a_process_imports_its_own_cell_and_one_that_only_a_ticket_holds() {
     let pool = slabbed(&node());
     let (handle, range) = allocate(&pool, 1);
     write(&pool, DEVICE, range, pattern(1));
-    let (export, part) = pool.enter().cells().export_cell(handle).expect("export");
-    let again = pool.enter().cells().import_held_cell(export.id, export.serial, part);
+    let export = pool.front().export(&pool.enter(), handle).expect("export");
+    let again = pool.front().import_held(&pool.enter(), &export);
     assert_eq!(again.expect("held"), Some(handle));
-    pool.enter_giving_up().cells().release_cell(handle).expect("once more");
-    let (export, part) = pool.enter().cells().export_cell(handle).expect("export");
+    pool.front().release(&pool.enter_giving_up(), handle).expect("once more");
+    let export = pool.front().export(&pool.enter(), handle).expect("export");
     free(&pool, range);
     assert_eq!(pool.report().slabs.slabs, 0);
-    let back = pool.enter().cells().import_held_cell(export.id, export.serial, part).expect("held");
+    let back = pool.front().import_held(&pool.enter(), &export).expect("held");
     let place = place(&pool, back.expect("the ticket keeps it"), 1, DEVICE);
     assert!(holds(&pool, DEVICE, place, pattern(1)));
     free(&pool, place);
@@ -401,23 +478,26 @@ fn parts_that_cannot_be_are_refused() {
     let node = node();
     let (owner, importer) = (slabbed(&node), pool(&node));
     let (handle, _) = allocate(&owner, 2);
-    let (export, part) = owner.enter().cells().export_cell(handle).expect("export");
-    let part = part.expect("a part");
+    let export = owner.front().export(&owner.enter(), handle).expect("export");
+    let part = export.part.expect("a part");
     let source = ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
     for (offset_bytes, size_bytes) in [(0, 0), (SLAB_BYTES, UNIT), (0, u64::MAX), (u64::MAX, 2)] {
         let fd = owner.redeem(export.id, 0, PeerId(1)).expect("a descriptor");
         let bad = vmm_pool::Part { offset_bytes, size_bytes };
-        let refused = importer.enter().cells().import_cell(source, fd.into(), nccl(), Some(bad));
+        let refused =
+            importer.front().import(&importer.enter(), source, fd.into(), nccl(), Some(bad));
         assert_eq!(refused.expect_err("refused").code(), Some(DriverCode::INVALID_VALUE));
     }
     assert_eq!(objects(&importer), [0; 3]);
     let fd = owner.redeem(export.id, 0, PeerId(1)).expect("a descriptor");
-    importer.enter().cells().import_cell(source, fd.into(), nccl(), Some(part)).expect("imported");
+    importer
+        .front()
+        .import(&importer.enter(), source, fd.into(), nccl(), Some(part))
+        .expect("imported");
     let overlapping = vmm_pool::Part { offset_bytes: part.offset_bytes + UNIT, size_bytes: UNIT };
     importer
-        .enter()
-        .cells()
-        .import_held_cell(export.id, 0, Some(overlapping))
+        .front()
+        .import_held(&importer.enter(), &Export { serial: 0, part: Some(overlapping), ..export })
         .expect_err("refused");
 }
 
@@ -472,7 +552,7 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
     let tail = DeviceAddress(second.end().0);
     assert_eq!(pool.who_answers(tail), Known::Nobody);
     assert_eq!(pool.range_seen(tail).map(|_| ()), None);
-    pool.enter_giving_up().cells().retain_cell_at(tail).expect_err("nothing is there");
+    pool.front().retain_at(&pool.enter_giving_up(), tail).expect_err("nothing is there");
     pause(&pool);
     let Known::Away(facts) = pool.who_answers(inside) else { panic!("it is away") };
     assert_eq!((facts.mapping, facts.reserved), (second, Some(second)));
@@ -481,20 +561,21 @@ fn addresses_answer_for_the_cell_and_not_for_the_slab() {
     assert!(matches!(pool.who_answers(inside), Known::Here(_)));
     let rights =
         |range: VaRange| pool.driver().core().access_of(range.start, Location::device(OTHER));
-    pool.enter().cells().set_cell_access(second, &[AccessDesc::read_write(OTHER)]).expect("wider");
+    pool.front()
+        .set_access(&pool.enter(), second, &[AccessDesc::read_write(OTHER)])
+        .expect("wider");
     assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)));
     let none = AccessDesc { flags: 0, ..AccessDesc::read_write(OTHER) };
-    pool.enter().cells().set_cell_access(second, &[none]).expect("narrower");
-    let told = |range: VaRange| pool.slabs().cell_right(range.start, Location::device(OTHER));
+    pool.front().set_access(&pool.enter(), second, &[none]).expect("narrower");
+    let told = |range: VaRange| right_at(&pool, range.start, Location::device(OTHER));
     assert_eq!((told(first), told(second), told(VaRange::new(tail, 1))), (Some(0), Some(0), None));
     assert_eq!((rights(first), rights(second)), (Ok(3), Ok(3)), "the slab keeps its own");
-    assert_eq!(pool.slabs().reserved_range(inside), Some(second));
+    assert_eq!(reserved_range(&pool, inside), Some(second));
     let half = VaRange::new(second.start, UNIT);
-    pool.enter_giving_up().cells().unmap_cells(half).expect_err("half of it");
-    pool.enter_giving_up().cells().free_cell_addresses(second).expect_err("it is mapped");
-    pool.enter()
-        .cells()
-        .set_cell_access(VaRange::new(tail, UNIT), &[none])
+    pool.front().unmap(&pool.enter_giving_up(), half).expect_err("half of it");
+    pool.front().free_addresses(&pool.enter_giving_up(), second).expect_err("it is mapped");
+    pool.front()
+        .set_access(&pool.enter(), VaRange::new(tail, UNIT), &[none])
         .expect_err("nothing is there");
 }
 
@@ -540,12 +621,13 @@ fn try_all(owner: &SimPool, importer: &SimPool) {
     for _ in 0..2 {
         let Ok(handle) = create(owner, 1) else { continue };
         let Some(range) = try_place(owner, handle) else { continue };
-        if let Ok((export, part)) = owner.enter().cells().export_cell(handle) {
+        if let Ok(export) = owner.front().export(&owner.enter(), handle) {
             let source =
                 ImportSource { id: export.id, size_bytes: export.size_bytes, owner: OWNER };
             if let Ok(fd) = owner.redeem(export.id, export.serial, PeerId(1)) {
                 let entered = importer.enter();
-                let imported = entered.cells().import_cell(source, fd.into(), nccl(), part);
+                let imported =
+                    entered.pool().front().import(&entered, source, fd.into(), nccl(), export.part);
                 drop(entered);
                 if let Ok(imported) = imported
                     && let Some(place) = try_place(importer, imported)
@@ -561,12 +643,13 @@ fn try_all(owner: &SimPool, importer: &SimPool) {
 }
 
 fn try_place(pool: &SimPool, handle: VirtualHandle) -> Option<VaRange> {
-    let taken = pool.enter().cells().take_addresses(UNIT, 0, "nccl");
+    let taken = pool.front().take_addresses(&pool.enter(), UNIT, 0, "nccl");
     let reserved = taken.map_or_else(|| reserve(pool, UNIT), |start| VaRange::new(start, UNIT));
     let range = reserved;
     let entered = pool.enter();
-    let mapped = entered.cells().map_cell(range, 0, handle);
-    let allowed = entered.cells().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]);
+    let mapped = entered.pool().front().map(&entered, range, 0, handle);
+    let allowed =
+        entered.pool().front().set_access(&entered, range, &[AccessDesc::read_write(DEVICE)]);
     drop(entered);
     if mapped.is_ok() && allowed.is_ok() {
         return Some(range);
@@ -578,11 +661,11 @@ fn try_place(pool: &SimPool, handle: VirtualHandle) -> Option<VaRange> {
 /// Each call is made until it is taken.
 fn give_up(pool: &SimPool, handle: VirtualHandle, range: VaRange) {
     let entered = pool.enter_giving_up();
-    if entered.cells().unmap_cells(range).is_err() {
-        let _nothing_there = entered.cells().unmap_cells(range);
+    if entered.pool().front().unmap(&entered, range).is_err() {
+        let _nothing_there = entered.pool().front().unmap(&entered, range);
     }
-    let _refused = entered.cells().release_cell(handle);
-    let is_freed = entered.cells().free_cell_addresses(range).is_ok()
+    let _refused = entered.pool().front().release(&entered, handle);
+    let is_freed = entered.pool().front().free_addresses(&entered, range).is_ok()
         || pool.driver().free_addresses(range).is_ok();
     assert!(is_freed, "addresses are not the driver's: {range:?}");
 }

@@ -37,18 +37,16 @@ mod addresses;
 mod living;
 mod windows;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use self::windows::Windows;
-use crate::driver::{
+use vmm_pool::driver::{
     ALLOCATION_KIND_PINNED, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
     Location, VaRange,
 };
-use crate::ledger::{Class, LIBRARY_TAGS};
-use crate::report::{Contents, SlabTotals};
-use crate::{AllocationId, VirtualHandle};
+use vmm_pool::{AllocationId, Class, Contents, LIBRARY_TAGS, Part, SlabTotals, VirtualHandle};
 
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
@@ -85,31 +83,6 @@ impl Recipe {
 /// Names a slab in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SlabKey(u64);
-
-/// A part of an allocation, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// The offset of the part in the allocation, in bytes.
-    pub offset_bytes: u64,
-    /// The length of the part, in bytes.
-    pub size_bytes: u64,
-}
-
-impl Part {
-    fn end(self) -> Option<u64> {
-        self.offset_bytes.checked_add(self.size_bytes)
-    }
-
-    fn meets(self, other: Self) -> bool {
-        self.offset_bytes < other.offset_bytes + other.size_bytes
-            && other.offset_bytes < self.offset_bytes + self.size_bytes
-    }
-
-    /// It, where it begins at `start`.
-    fn at(self, start: DeviceAddress) -> VaRange {
-        VaRange::new(DeviceAddress(start.0 + self.offset_bytes), self.size_bytes)
-    }
-}
 
 /// The facts about a slab that are known when it is made.
 #[derive(Debug)]
@@ -154,15 +127,8 @@ struct Cell {
 
 impl Cell {
     fn new(handle: VirtualHandle, size_bytes: u64, references: u32) -> Self {
-        Self {
-            handle,
-            size_bytes,
-            references,
-            mapped: 0,
-            is_fresh: false,
-            is_shared: false,
-            is_unclean: false,
-        }
+        let (mapped, is_fresh, is_shared, is_unclean) = (0, false, false, false);
+        Self { handle, size_bytes, references, mapped, is_fresh, is_shared, is_unclean }
     }
 
     /// May it lie elsewhere from now on? It has no bytes, and nobody sees where it is.
@@ -288,11 +254,6 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// Is there nothing to take down?
-    pub(crate) fn is_nothing(&self) -> bool {
-        self.mounted.is_empty() && self.row.is_none() && self.windows.is_empty()
-    }
-
     fn add(&mut self, other: Self) {
         self.mounted.extend(other.mounted);
         self.windows.extend(other.windows);
@@ -326,11 +287,11 @@ pub(crate) struct SlabTable {
     pub(crate) windows: Windows,
     cells: HashMap<VirtualHandle, (SlabKey, u64)>,
     /// Cells that have become allocations of their own: the row behind each handle.
-    alone: HashMap<VirtualHandle, VirtualHandle>,
+    pub(crate) alone: HashMap<VirtualHandle, VirtualHandle>,
     /// The cell that each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
     /// Takedowns that the driver has refused.
-    refused: Vec<Ended>,
+    pub(crate) refused: Vec<Ended>,
 }
 
 /// The table of a process, and what it says to callers. Its lock is a leaf.
@@ -362,32 +323,6 @@ impl Slabs {
     /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
     pub fn take_shared_addresses_again(&self) {
         self.table().is_home = true;
-    }
-
-    /// The range that a caller was given and that holds `address`, if it is a part of what the driver has reserved for us.
-    pub fn reserved_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        self.table().windows.spot_at(address)
-    }
-
-    /// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
-    pub fn cell_right(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        self.table().windows.right_at(address, place)
-    }
-
-    /// The cell that is mapped at `address`.
-    pub fn cell_range(&self, address: DeviceAddress) -> Option<VaRange> {
-        let Occupant::Cell { range, .. } = self.table().windows.place(address) else { return None };
-        Some(range)
-    }
-
-    /// May [`crate::Cells::take_addresses`] have some for this thread? Passes no gate.
-    pub fn has_addresses(&self, size_bytes: u64, alignment: u64, library: &str) -> bool {
-        if !LIBRARY_TAGS.contains(&library) {
-            return false;
-        }
-        let slabs = self.table();
-        slabs.aimed(std::thread::current().id(), size_bytes).is_some()
-            || slabs.room_bytes(size_bytes, alignment).is_some()
     }
 }
 
@@ -485,31 +420,11 @@ impl SlabTable {
         Some(self.end_empty(found.slab))
     }
 
-    /// Takes out the takedowns that the driver has refused, for another try.
-    pub(crate) fn take_refused(&mut self) -> Vec<Ended> {
-        std::mem::take(&mut self.refused)
-    }
-
     /// Is something mapped still in the window at `address` that the driver would not take back?
     pub(crate) fn is_stuck(&self, address: DeviceAddress) -> bool {
         let window = self.windows.window_at(address).map(|window| window.range.start.0);
         let mut left = self.refused.iter().flat_map(|ended| &ended.mounted);
         window.is_some_and(|window| left.any(|(start, _)| *start == window))
-    }
-
-    /// The driver would not take it back.
-    pub(crate) fn keep_refused(&mut self, ended: Ended) {
-        self.refused.push(ended);
-    }
-
-    /// Returns the rows behind handles of cells that have become allocations of their own.
-    pub(crate) fn rows_alone(&self) -> HashSet<VirtualHandle> {
-        self.alone.values().copied().collect()
-    }
-
-    /// Forgets handles whose rows are not among the living.
-    pub(crate) fn forget_alone(&mut self, lives: impl Fn(VirtualHandle) -> bool) {
-        self.alone.retain(|_, row| lives(*row));
     }
 }
 

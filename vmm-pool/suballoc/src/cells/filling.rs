@@ -2,51 +2,50 @@
 
 #![expect(unsafe_code, reason = "fills device memory through the driver")]
 
-use super::Cells;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::driver::{
+use vmm_pool::driver::{
     DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult, RawStream, VaRange,
 };
-use crate::error::{Describe, PoolResult};
-use crate::pool::Use;
+use vmm_pool::{Describe, Entered, PoolResult};
 
 /// The interval between two reports of a wait for a fill. A device clears a terabyte in a second, where nothing keeps
 /// it busy. The wait ends with the fill and not before: a later fill would write to memory that is in use by then.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 
-impl<D: Driver> Cells<'_, D, Use> {
-    /// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are.
-    ///
-    /// # Errors
-    /// [`crate::PoolError::Driver`], with `NOT_READY` where there is no thread to be had.
-    pub(super) fn clear(&self, range: VaRange, device: Option<DeviceOrdinal>) -> PoolResult<()> {
-        let about =
-            || format!("filling of memory at {}, to be used for something else", range.start);
-        let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
-        let place = device.ok_or(late).about(about, range.size_bytes, device)?;
-        let (tell, told) = crossbeam_channel::bounded(1);
-        let driver = Arc::clone(&self.0.pool.driver);
-        let begun = sublet_sync::threads::spawn(
-            "sublet-fill",
-            move || {
-                let filled = clear_on_this_thread(driver.as_ref(), range, place);
-                let _nobody_waits = tell.send(filled);
-            },
-            |_| {},
-        );
-        let outcome = match begun.map(|()| wait_for(&told, range)) {
-            Ok(Some((outcome, left))) => {
-                if let Some(stream) = left {
-                    self.0.pool.deferred.end_stream_later(place, stream);
-                }
-                outcome
+/// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are.
+///
+/// # Errors
+/// [`vmm_pool::PoolError::Driver`], with `NOT_READY` where there is no thread to be had.
+pub(super) fn clear<D: Driver>(
+    entered: &Entered<'_, D>,
+    range: VaRange,
+    device: Option<DeviceOrdinal>,
+) -> PoolResult<()> {
+    let about = || format!("filling of memory at {}, to be used for something else", range.start);
+    let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
+    let place = device.ok_or(late).about(about, range.size_bytes, device)?;
+    let (tell, told) = crossbeam_channel::bounded(1);
+    let driver = Arc::clone(entered.pool().driver());
+    let begun = vmm_pool::threads::spawn(
+        "sublet-fill",
+        move || {
+            let filled = clear_on_this_thread(driver.as_ref(), range, place);
+            let _nobody_waits = tell.send(filled);
+        },
+        |_| {},
+    );
+    let outcome = match begun.map(|()| wait_for(&told, range)) {
+        Ok(Some((outcome, left))) => {
+            if let Some(stream) = left {
+                entered.pool().deferred().end_stream_later(place, stream);
             }
-            Ok(None) | Err(_) => Err(late),
-        };
-        outcome.about(about, range.size_bytes, device)
-    }
+            outcome
+        }
+        Ok(None) | Err(_) => Err(late),
+    };
+    outcome.about(about, range.size_bytes, device)
 }
 
 /// Waits for the outcome that the thread sends; none where the thread has ended without a word.

@@ -7,27 +7,27 @@ use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, Dr
 use vmm_pool::{Known, PoolError, PoolResult, VirtualHandle};
 
 use crate::slabs::{
-    SLAB_BYTES, allocate, assert_nothing_left, create, free, free_range, nccl, slabbed,
+    SLAB_BYTES, allocate, assert_nothing_left, create, free, free_range, is_clear, nccl,
+    reserved_range, slabbed,
 };
 use crate::stage::{
-    CAPACITY_BYTES, DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, free_bytes, holds, is_clear, node,
-    pattern, resume, write,
+    CAPACITY_BYTES, DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, free_bytes, holds, node, pattern,
+    pause_tags, resume, resume_tags, write,
 };
-use crate::tags::{pause_tags, resume_tags};
 
 /// Long enough for a thread to come to a call.
 const SOON: Duration = Duration::from_secs(10);
 
 fn unmap(pool: &SimPool, range: VaRange) {
-    pool.enter_giving_up().cells().unmap_cells(range).expect("unmapped");
+    pool.front().unmap(&pool.enter_giving_up(), range).expect("unmapped");
 }
 
 fn release(pool: &SimPool, handle: VirtualHandle) -> PoolResult<()> {
-    pool.enter_giving_up().cells().release_cell(handle)
+    pool.front().release(&pool.enter_giving_up(), handle)
 }
 
 fn map(pool: &SimPool, range: VaRange, handle: VirtualHandle) -> PoolResult<()> {
-    pool.enter().cells().map_cell(range, 0, handle)
+    pool.front().map(&pool.enter(), range, 0, handle)
 }
 
 fn alone(pool: &SimPool) -> VirtualHandle {
@@ -35,7 +35,9 @@ fn alone(pool: &SimPool) -> VirtualHandle {
 }
 
 fn is_clear_and_readable(pool: &SimPool, range: VaRange) -> bool {
-    pool.enter().cells().set_cell_access(range, &[AccessDesc::read_write(DEVICE)]).expect("access");
+    pool.front()
+        .set_access(&pool.enter(), range, &[AccessDesc::read_write(DEVICE)])
+        .expect("access");
     is_clear(pool, DEVICE, range)
 }
 
@@ -127,9 +129,9 @@ fn addresses_that_the_driver_would_not_clear_keep_nobody_waiting() {
 fn the_driver_answers_for_addresses_that_nothing_is_mapped_at() {
     let pool = slabbed(&node());
     let (_, kept) = allocate(&pool, 1);
-    let start = pool.enter().cells().take_addresses(2 * UNIT, 0, "nccl").expect("a room");
+    let start = pool.front().take_addresses(&pool.enter(), 2 * UNIT, 0, "nccl").expect("a room");
     assert_eq!(pool.who_answers(start), Known::Elsewhere, "they are reserved");
-    assert_eq!(pool.slabs().reserved_range(start), Some(VaRange::new(start, 2 * UNIT)));
+    assert_eq!(reserved_range(&pool, start), Some(VaRange::new(start, 2 * UNIT)));
     let behind = DeviceAddress(start.0 + 2 * UNIT);
     assert_eq!(pool.who_answers(behind), Known::Nobody, "the caller has not reserved them");
     free_range(&pool, VaRange::new(start, 2 * UNIT));

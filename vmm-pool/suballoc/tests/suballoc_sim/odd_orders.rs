@@ -8,15 +8,17 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use sublet_suballoc::Slabs;
 use vmm_pool::driver::sim::{SimDriver, SimOptions};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, Location, VaRange,
 };
 use vmm_pool::{
-    AllocationId, Class, Export, ImportSource, Known, Part, PeerId, PoolError, PoolResult,
-    StayReason, VirtualHandle,
+    AllocationId, Class, Export, ImportSource, Known, PeerId, PoolError, PoolResult, StayReason,
+    VirtualHandle,
 };
 
+use crate::slabs::{new_memory, reserved_range, right_at};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, free_bytes, node, pattern,
 };
@@ -154,7 +156,9 @@ impl World {
             driver.make_current(DEVICE).expect("device 0");
             // No host memory but what contents take.
             let pool = SimPool::new(Arc::new(driver), 0);
-            pool.slabs().use_slabs(has_slabs);
+            let slabs = Arc::<Slabs>::default();
+            slabs.use_slabs(has_slabs);
+            assert!(pool.set_front(slabs as _));
             pool
         });
         Self { pools }
@@ -162,7 +166,7 @@ impl World {
 
     fn reserve(&self, process: usize, size_bytes: u64) -> VaRange {
         let pool = &self.pools[process];
-        let start = match pool.enter().cells().take_addresses(size_bytes, 0, "nccl") {
+        let start = match pool.front().take_addresses(&pool.enter(), size_bytes, 0, "nccl") {
             Some(start) => start,
             None => pool.driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("addresses"),
         };
@@ -172,7 +176,7 @@ impl World {
     /// As the hook does.
     fn free(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
-        match pool.enter_giving_up().cells().free_cell_addresses(range) {
+        match pool.front().free_addresses(&pool.enter_giving_up(), range) {
             Err(PoolError::NotOurs) => pool.driver().free_addresses(range).map_err(Some),
             outcome => heard(outcome),
         }
@@ -180,7 +184,7 @@ impl World {
 
     fn unmap(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
-        match pool.enter_giving_up().cells().unmap_cells(range) {
+        match pool.front().unmap(&pool.enter_giving_up(), range) {
             // The driver's to refuse, which has nothing there.
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
@@ -188,28 +192,26 @@ impl World {
     }
 
     fn set_access(&self, process: usize, range: VaRange, access: AccessDesc) -> Heard<()> {
-        match self.pools[process].enter().cells().set_cell_access(range, &[access]) {
+        match self.pools[process].front().set_access(&self.pools[process].enter(), range, &[access])
+        {
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
         }
     }
 
     fn retain(&self, process: usize, address: DeviceAddress) -> Heard<VirtualHandle> {
-        match self.pools[process].enter_giving_up().cells().retain_cell_at(address) {
+        match self.pools[process].front().retain_at(&self.pools[process].enter_giving_up(), address)
+        {
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
         }
     }
 
-    fn import(
-        &self,
-        from: usize,
-        to: usize,
-        (export, part): &(Export, Option<Part>),
-    ) -> Heard<VirtualHandle> {
+    fn import(&self, from: usize, to: usize, export: &Export) -> Heard<VirtualHandle> {
         let (owner, importer) = (&self.pools[from], &self.pools[to]);
-        let held =
-            |serial| heard(importer.enter().cells().import_held_cell(export.id, serial, *part));
+        let held = |serial| {
+            heard(importer.front().import_held(&importer.enter(), &Export { serial, ..*export }))
+        };
         if from == to {
             return held(export.serial)?.ok_or(None);
         }
@@ -223,7 +225,7 @@ impl World {
             size_bytes: export.size_bytes,
             owner: PeerId(from as u64),
         };
-        heard(importer.enter().cells().import_cell(source, fd.into(), nccl(), *part))
+        heard(importer.front().import(&importer.enter(), source, fd.into(), nccl(), export.part))
     }
 
     /// The right of a device, as `cuMemGetAccess` has it.
@@ -237,7 +239,7 @@ impl World {
             }
             Known::Here(_) | Known::Elsewhere => {
                 let told = pool.driver().core().access_of(address, place).map_err(Some);
-                told.map(|right| pool.slabs().cell_right(address, place).unwrap_or(right))
+                told.map(|right| right_at(pool, address, place).unwrap_or(right))
             }
         }
     }
@@ -256,9 +258,7 @@ impl World {
     /// What a caller is told of where it reserved.
     fn reserved(&self, process: usize, address: DeviceAddress) -> Option<VaRange> {
         let pool = &self.pools[process];
-        pool.slabs()
-            .reserved_range(address)
-            .or_else(|| pool.driver().core().reservation_at(address))
+        reserved_range(pool, address).or_else(|| pool.driver().core().reservation_at(address))
     }
 
     /// What all processes hold of what others have made, and of their own.
@@ -330,7 +330,7 @@ struct Place {
     mapped: BTreeMap<u64, (usize, u64)>,
 }
 
-type Ticket = [(Export, Option<Part>); 2];
+type Ticket = [Export; 2];
 
 #[derive(Debug)]
 struct Both {
@@ -433,7 +433,9 @@ impl Both {
         let prop = AllocationProp::pinned_on(device(other));
         let values = [0, 1].map(|world: usize| {
             let pool: &SimPool = &self.worlds[world].pools[process];
-            pool.enter().cells().create_cell(units * UNIT, &prop, nccl()).expect("memory")
+            pool.front()
+                .create(&pool.enter(), new_memory(units * UNIT, prop, nccl()))
+                .expect("memory")
         });
         self.uses.push(Use { device: other, ..Use::default() });
         let memory = self.uses.len() - 1;
@@ -476,7 +478,7 @@ impl Both {
             .map(|range| VaRange::new(DeviceAddress(range.start.0 + at * UNIT), units * UNIT));
         let call = |world: usize| {
             let pool = &self.worlds[world].pools[process];
-            pool.enter().cells().map_cell(ranges[world], offset, handle.values[world])
+            pool.front().map(&pool.enter(), ranges[world], offset, handle.values[world])
         };
         let slabbed = call(1);
         if let Err(error) = &slabbed
@@ -576,7 +578,11 @@ impl Both {
         let Some(index) = nth(&self.handles[process], handle) else { return };
         let values = self.handles[process][index].values;
         let done = self.same("a release", |world, index| {
-            heard(world.pools[process].enter_giving_up().cells().release_cell(values[index]))
+            heard(
+                world.pools[process]
+                    .front()
+                    .release(&world.pools[process].enter_giving_up(), values[index]),
+            )
         });
         assert_eq!(done, Ok(()), "each is in the list as often as it has references");
         // A number that nobody holds is the driver's to judge, and the pool knows those that tickets hold.
@@ -603,7 +609,11 @@ impl Both {
         let Some(index) = nth(&self.handles[process], handle) else { return };
         let values = self.handles[process][index].values;
         let _same = self.same("properties", |world, index| {
-            heard(world.pools[process].enter_giving_up().cells().cell_properties(values[index]))
+            heard(
+                world.pools[process]
+                    .front()
+                    .properties(&world.pools[process].enter_giving_up(), values[index]),
+            )
         });
     }
 
@@ -611,16 +621,15 @@ impl Both {
         let Some(index) = nth(&self.handles[process], handle) else { return };
         let Handle { values, memory, .. } = self.handles[process][index];
         let mut tickets = Vec::new();
-        let done = self.same("an export", |world, index| {
+        let done = self.same("an export", |world, index| -> Heard<bool> {
             let pool = &world.pools[process];
-            let owner = heard(pool.enter().cells().cell_owner(values[index]))?;
-            let exported = if owner.is_none() {
-                heard(pool.enter().cells().export_cell(values[index]))
-            } else {
-                // The agent's to pass on.
-                return Ok(false);
-            };
-            exported.map(|ticket| tickets.push(ticket)).map(|()| true)
+            let ticket = heard(pool.front().export(&pool.enter(), values[index]))?;
+            // What another process owns is the agent's to pass on.
+            let is_own = ticket.owner.is_none();
+            if is_own {
+                tickets.push(ticket);
+            }
+            Ok(is_own)
         });
         if done == Ok(true) {
             let ticket: Ticket = tickets.try_into().expect("two");
@@ -731,7 +740,7 @@ impl Both {
             }
         }
         for (owner, _, ticket) in std::mem::take(&mut self.tickets) {
-            for (world, (export, _)) in self.worlds.iter().zip(ticket) {
+            for (world, export) in self.worlds.iter().zip(ticket) {
                 world.pools[owner].enter().take_ticket_back(&export);
             }
         }

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Cell, Ended, NewSlab, Occupant, Part, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab,
-    SlabKey, SlabTable, Under, Wanted, Window,
+    Cell, Ended, NewSlab, Occupant, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab, SlabKey,
+    SlabTable, Under, Wanted, Window,
 };
-use crate::VirtualHandle;
-use crate::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::{Part, VirtualHandle};
 
 impl Slab {
     pub(super) fn put(&mut self, offset_bytes: u64, cell: Cell) {
@@ -102,7 +102,7 @@ impl SlabTable {
     ) -> Option<VirtualHandle> {
         let slab = self.slabs.get_mut(&key)?;
         self.last_cell += 1;
-        let handle = VirtualHandle::of_cell(self.last_cell);
+        let handle = VirtualHandle::of_front(self.last_cell);
         let cell =
             Cell { is_fresh: is_new, is_shared: !is_new, ..Cell::new(handle, part.size_bytes, 1) };
         slab.put(part.offset_bytes, cell);
@@ -129,16 +129,14 @@ impl SlabTable {
             cell.references += 1;
             return Some(cell.handle);
         }
-        let end = part.end().filter(|end| part.size_bytes > 0 && *end <= slab.new.size_bytes)?;
+        let end = part
+            .offset_bytes
+            .checked_add(part.size_bytes)
+            .filter(|end| part.size_bytes > 0 && *end <= slab.new.size_bytes)?;
         let is_given_out = slab.new.recipe.is_none() || end <= slab.next_bytes;
-        let mut others = slab
-            .cells
-            .iter()
-            .map(|(&offset_bytes, cell)| Part { offset_bytes, size_bytes: cell.size_bytes });
-        if !is_given_out || others.any(|other| other.meets(part)) {
+        if !is_given_out || slab.cells_in(part).next().is_some() {
             return None;
         }
-        drop(others);
         self.add_cell(key, part, false)
     }
 

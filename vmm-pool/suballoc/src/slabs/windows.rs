@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::{Item, MapPlan, Occupant, Under, Window, item_under};
-use crate::driver::{AccessDesc, DeviceAddress, Location, VaRange};
+use super::{MapPlan, Occupant, Under, Window, item_under};
+use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::{FrontView, VirtualHandle};
 
 /// See the head of this module. By start address; none overlaps another.
 #[derive(Debug, Default)]
@@ -35,6 +36,26 @@ impl Windows {
         window.range.contains_address(address).then_some(window)
     }
 
+    fn window_at_mut(&mut self, address: DeviceAddress) -> Option<&mut Window> {
+        let (_, window) = self.0.range_mut(..=address.0).next_back()?;
+        window.range.contains_address(address).then_some(window)
+    }
+
+    /// A caller has mapped something in `range` of a window: a cell, or an allocation that stands alone.
+    pub(crate) fn put_item(&mut self, range: VaRange, cell: Option<VirtualHandle>) {
+        if let Some(window) = self.window_at_mut(range.start) {
+            window.put_item(range, cell);
+        }
+    }
+
+    /// The `cell`, or an allocation of its own, is not mapped at `at` any more. Was it?
+    pub(super) fn take_item(&mut self, at: DeviceAddress, cell: Option<VirtualHandle>) -> bool {
+        let window = self.window_at_mut(at);
+        let is_there =
+            |window: &&mut Window| window.items.get(&at.0).is_some_and(|item| item.cell == cell);
+        window.filter(is_there).map(|window| window.take_item(at)).is_some()
+    }
+
     /// Does `range` meet a window?
     pub(crate) fn meets_window(&self, range: VaRange) -> bool {
         let before_its_end = self.0.range(..range.end().0).next_back();
@@ -52,11 +73,6 @@ impl Windows {
         };
         let range = VaRange::new(DeviceAddress(start), item.size_bytes);
         item.cell.map_or(Occupant::Alone, |handle| Occupant::Cell { range, handle })
-    }
-
-    /// Is `address` in a window that no slab is mapped in?
-    pub(crate) fn is_vacant(&self, address: DeviceAddress) -> bool {
-        self.window_at(address).is_some_and(|window| window.under == Under::Nothing)
     }
 
     /// The range that a caller was given and that holds `address`.
@@ -124,30 +140,29 @@ impl Windows {
     }
 
     pub(super) fn record(&mut self, range: VaRange, access: &[AccessDesc]) {
-        let start = self.window_at(range.start).map(|window| window.range.start.0);
-        let Some(window) = start.and_then(|start| self.get_mut(start)) else { return };
+        let Some(window) = self.window_at_mut(range.start) else { return };
         let met = window.items.range_mut(..range.end().0);
         for (_, item) in met.filter(|(start, item)| *start + item.size_bytes > range.start.0) {
             item.rights.extend(access.iter().map(|desc| (desc.location, desc.flags)));
         }
     }
 
-    /// The rights that callers have set on the cell that is mapped at `address`; `None` where none is.
-    pub(crate) fn rights_at(&self, address: DeviceAddress) -> Option<Vec<AccessDesc>> {
-        let item = self.cell_item_at(address)?;
-        let rights = item.rights.iter().map(|(&location, &flags)| AccessDesc { location, flags });
-        Some(rights.collect())
-    }
-
-    fn cell_item_at(&self, address: DeviceAddress) -> Option<&Item> {
+    /// The view that a caller has of `address`, where a window is.
+    pub(crate) fn seen_at(&self, address: DeviceAddress) -> Option<FrontView> {
         let window = self.window_at(address)?;
-        let (_, item) = item_under(&window.items, address.0, |item| item.size_bytes)?;
-        item.cell.is_some().then_some(item)
-    }
-
-    /// The right of `place` at `address`; `None` where no cell is mapped.
-    pub(crate) fn right_at(&self, address: DeviceAddress, place: Location) -> Option<i32> {
-        let item = self.cell_item_at(address)?;
-        Some(item.rights.get(&place).copied().unwrap_or(0))
+        let reserved = self.spot_at(address);
+        let item = item_under(&window.items, address.0, |item| item.size_bytes);
+        // Where a caller has a whole window, and nothing in it, the driver sees the same.
+        let is_bare = reserved.is_some() && window.under == Under::Nothing;
+        let part = item.and_then(|(start, item)| {
+            let rights = item.rights.iter();
+            let access = rights.map(|(&location, &flags)| AccessDesc { location, flags });
+            Some((
+                VaRange::new(DeviceAddress(start), item.size_bytes),
+                item.cell?,
+                access.collect(),
+            ))
+        });
+        Some(FrontView { part, reserved, is_nobodys: item.is_none() && !is_bare })
     }
 }
