@@ -14,7 +14,6 @@ pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
-pub mod paging;
 mod pool;
 mod prefault;
 mod report;
@@ -35,7 +34,8 @@ pub mod driver {
 
 pub use sublet_sync::{slots, sync, threads};
 
-pub use deferred::Deferred;
+pub use copies::{CopyStreams, Way};
+pub use deferred::{Deferred, InUse, Physical};
 pub use error::{Describe, PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
@@ -46,7 +46,8 @@ pub use ledger::{
 };
 pub use pool::{
     AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Front, FrontView, Holdings, HostMemory,
-    ImportSource, Inside, Native, Natives, NewMemory, PieceBytes, PlainMemory, Pool, Registered,
+    ImportSource, Inside, Lender, Lenders, Native, Natives, NewMemory, PieceBytes, PlainMemory,
+    Pool, Registered, frame_prop,
 };
 pub use prefault::{BroughtIn, HostStanding};
 pub use report::{
@@ -54,7 +55,7 @@ pub use report::{
 };
 pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
 pub use store::{
-    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
+    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Pinned, Schedule,
     check_file_dir, check_file_length,
 };
 pub use sublet_driver::descriptors::{
@@ -62,7 +63,7 @@ pub use sublet_driver::descriptors::{
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, ByDevice, Departing, Done, DrainError, Draining, Failed,
-    FromOffloaded, FromOpen, Frozen, ImportRequest, Keeper, Leaving, Left, Moved, NotFrozen,
-    NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
+    FromOffloaded, FromOpen, Frozen, HomeCopies, ImportRequest, Keeper, Leaving, Left, Moved,
+    NotFrozen, NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, StillChunk, Undone,
 };
 pub use waits::{Waited, Waits};

@@ -12,6 +12,7 @@ mod copies;
 mod devices;
 mod front;
 mod holdings;
+mod homes;
 mod host_files;
 mod host_memory;
 mod plain;
@@ -27,18 +28,19 @@ pub use copies::{CopyPolicy, PieceBytes};
 pub use devices::Devices;
 pub use front::{Front, FrontView, NewMemory};
 pub use holdings::Holdings;
+pub use homes::frame_prop;
 pub use host_memory::HostMemory;
 pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;
-pub(crate) use room::{Lender, Lenders};
+pub use room::{Lender, Lenders};
 pub use sharing::{Borrowed, ImportSource};
 
 use crate::asking::Door;
 use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverError, DriverOp,
-    RawContext, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
+    DriverOp, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
@@ -81,7 +83,7 @@ pub struct Pool<D: Driver> {
     pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
     /// The lenders that give memory up if there is no room.
-    pub(crate) lenders: Lenders,
+    lenders: Lenders,
     /// The progress of the copies of a pause or resume under way.
     pub(crate) copied: Copied,
     /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
@@ -176,6 +178,11 @@ impl<D: Driver> Pool<D> {
     /// Plain allocations that are left to the driver.
     pub fn natives(&self) -> &Natives {
         &self.natives
+    }
+
+    /// The lenders of device memory.
+    pub fn lenders(&self) -> &Lenders {
+        &self.lenders
     }
 
     /// Driver objects that nobody needs any more, and that the driver would not take back.
@@ -383,9 +390,7 @@ impl<D: Driver> Entered<'_, D> {
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let device = prop.location.as_device();
-        let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
-        let about = || "no randomness for an allocation's identity".to_owned();
-        let id = AllocationId::random().ok_or(no_id).about(about, size_bytes, device)?;
+        let id = new_id(size_bytes, device)?;
         let mut physical = self.make(size_bytes, prop, || "new allocation".to_owned())?;
         let new = NewRow { id, size_bytes, prop: *prop, origin: Origin::Own, class };
         let mut ledger = self.pool.ledger();
@@ -481,4 +486,11 @@ impl<D: Driver> Entered<'_, D> {
     pub fn register(&self, range: VaRange, reason: &'static str) -> Registered {
         Registered(self.pool.ledger().register(range, reason))
     }
+}
+
+/// An identity for a new allocation of so many bytes on `device`.
+fn new_id(size_bytes: u64, device: Option<DeviceOrdinal>) -> PoolResult<AllocationId> {
+    let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
+    let about = || "no randomness for an allocation's identity".to_owned();
+    AllocationId::random().ok_or(no_id).about(about, size_bytes, device)
 }

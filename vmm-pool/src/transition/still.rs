@@ -274,9 +274,10 @@ impl<'a, D: Driver> Still<'a, D> {
     }
 }
 
-/// The same of one chunk of a window, while the process runs. No pause or resume moves it meanwhile: its maker is past the
+/// The proof that nothing of the application's touches one chunk of memory with a home, while the process runs. No pause or resume moves it meanwhile: its maker is past the
 /// gate. Its methods are about this chunk alone.
-pub(crate) struct StillChunk<'a, D: Driver> {
+#[derive(Debug)]
+pub struct StillChunk<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(super) row: VirtualHandle,
     /// The addresses of its home.
@@ -293,7 +294,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     ///
     /// # Driver calls
     /// `cuEventQuery` for each.
-    pub(crate) fn of(
+    pub fn of(
         entered: &'a Entered<'_, D>,
         row: VirtualHandle,
         uses: &[RawEvent],
@@ -310,7 +311,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     }
 
     /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
-    pub(crate) fn away(entered: &'a Entered<'_, D>, row: VirtualHandle) -> Option<Self> {
+    pub fn away(entered: &'a Entered<'_, D>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
         let range = pool.ledger().home_of(row, Row::is_set_aside)?;
         Some(Self { pool, row, range })

@@ -73,7 +73,7 @@ impl SimPool {
     ) -> Self {
         // Its keeper goes back to the pool, which gives it to whatever begins.
         let (pool, _) = Pool::new(driver, toucher_threads, own_contexts);
-        Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
+        Self::of(pool)
     }
 
     /// Another hand on the same pool.

@@ -26,7 +26,7 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
         modules: "asking gate lib support ids error report journal budget \
-            deferred waits store copies ledger pool prefault saved transition paging",
+            deferred waits store copies ledger pool prefault saved transition",
     },
     Order {
         folder: "tenants/src",

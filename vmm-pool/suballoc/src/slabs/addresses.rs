@@ -5,12 +5,13 @@
 use std::collections::BTreeMap;
 use std::thread::ThreadId;
 
+use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
+use vmm_pool::{Part, VirtualHandle};
+
 use super::{
     AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, ROOM_BYTES, ROOM_UNIT_BYTES,
     Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
 };
-use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange};
-use vmm_pool::{Part, VirtualHandle};
 
 // Addresses are given out.
 impl SlabTable {

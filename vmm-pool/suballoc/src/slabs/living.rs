@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
+use vmm_pool::{Part, VirtualHandle};
+
 use super::{
     Cell, Ended, NewSlab, Occupant, Recipe, SHARE, SLAB_BYTES_MAX, SLAB_BYTES_MIN, Slab, SlabKey,
     SlabTable, Under, Wanted, Window,
 };
-use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
-use vmm_pool::{Part, VirtualHandle};
 
 impl Slab {
     pub(super) fn put(&mut self, offset_bytes: u64, cell: Cell) {

@@ -41,12 +41,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
-use self::windows::Windows;
 use vmm_pool::driver::{
     ALLOCATION_KIND_PINNED, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
     Location, VaRange,
 };
 use vmm_pool::{AllocationId, Class, Contents, LIBRARY_TAGS, Part, SlabTotals, VirtualHandle};
+
+use self::windows::Windows;
 
 /// Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;

@@ -1,6 +1,6 @@
+use vmm_pool::driver::{AccessDesc, DeviceOrdinal};
+
 use super::*;
-use vmm_pool::driver::AccessDesc;
-use vmm_pool::driver::DeviceOrdinal;
 
 /// The mark of rows, in generation 1.
 const ROW_MARK: u64 = 0x5b1e << 48 | 1 << 24;

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::{MapPlan, Occupant, Under, Window, item_under};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, VaRange};
 use vmm_pool::{FrontView, VirtualHandle};
+
+use super::{MapPlan, Occupant, Under, Window, item_under};
 
 /// See the head of this module. By start address; none overlaps another.
 #[derive(Debug, Default)]
