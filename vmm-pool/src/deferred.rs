@@ -14,15 +14,15 @@ use std::sync::{Arc, Mutex};
 use crate::budget::Charge;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
-use crate::sync::lock;
 use sublet_driver::descriptors::UninheritedFd;
+use sublet_sync::sync::lock;
 
 /// Why the bytes of deferred handles stay on the device.
 pub(crate) const REASON: &str =
     "the driver would not take it back; it is offered again at each pause and resume";
 
 /// A physical allocation of the driver's, with one owner: a row of the ledger, or the list here. It ends in
-/// [`Deferred::release`].
+/// `Deferred::release`.
 #[derive(Debug)]
 #[must_use = "only `Deferred::release` gives its memory back"]
 pub struct Physical {

@@ -28,7 +28,7 @@ pub enum PoolError {
         "allocation {id:?} is this process's own, and the others take it for nobody's: nothing was given up; this is a \
          fault of Sublet, report it"
     )]
-    Disowned { id: crate::AllocationId },
+    Disowned { id: crate::ids::AllocationId },
     /// The driver refused.
     #[error("{source}: {object} ({size_bytes} bytes{})", on_device(*device))]
     Driver {

@@ -9,6 +9,7 @@ pub mod asking;
 pub mod budget;
 mod copies;
 mod deferred;
+pub mod driver;
 mod error;
 pub mod gate;
 mod ids;
@@ -24,13 +25,6 @@ mod store;
 pub mod support;
 mod transition;
 mod waits;
-
-/// The driver: its calls, and a simulated one for tests.
-pub mod driver {
-    pub use sublet_driver::*;
-    #[cfg(feature = "sim")]
-    pub use sublet_sim_driver as sim;
-}
 
 pub use sublet_sync::{slots, sync, threads};
 

@@ -8,9 +8,9 @@ use super::backing::Backing;
 use super::layout::Places;
 use super::residency::Change;
 use super::{Ledger, Mapping, NewRow, Row, RowTable};
-use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, VaRange};
+use crate::ids::VirtualHandle;
 use crate::store::{Extent, Saved, Store};
 
 impl Ledger {

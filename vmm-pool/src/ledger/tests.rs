@@ -3,9 +3,9 @@ mod sharing;
 use proptest::prelude::*;
 
 use super::*;
-use crate::PeerId;
 use crate::deferred::Physical;
 use crate::driver::{AllocationProp, LocationKind};
+use crate::ids::PeerId;
 use crate::report::Contents;
 use crate::scaling::assert_not_quadratic;
 use crate::store::{Saved, Store};

@@ -3,12 +3,12 @@
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
 use super::{Entered, Inside};
-use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
     DriverOp, Location, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::VirtualHandle;
 use crate::ledger::{Block, Class, Mapping};
 
 impl<D: Driver> Entered<'_, D> {
@@ -78,7 +78,7 @@ impl<D: Driver> Entered<'_, D> {
 
     /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
     /// caller's reference: from here on the mapping alone keeps it. One that `accessor` has open already is
-    /// not mapped again: its address is returned, and it takes one more [`Entered::block_close`].
+    /// not mapped again: its address is returned, and it takes one more [`Inside::block_close`].
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is used up either way.
@@ -223,7 +223,7 @@ impl<D: Driver> Inside<'_, D> {
     /// [`PoolError::NotOurs`] when nothing is open there; [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
-    /// At the last close, those of [`Entered::block_free`].
+    /// At the last close, those of [`Inside::block_free`].
     #[doc(alias = "cuIpcCloseMemHandle")]
     pub fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
         let block = {
@@ -251,14 +251,14 @@ impl<D: Driver> Inside<'_, D> {
         self.block_give_up(self.pool.holdings.block_at(address).ok_or(PoolError::NotOurs)?)
     }
 
-    /// Frees `block`, as [`Entered::block_free`] does. Of callers in several threads one frees it; the others are told that
+    /// Frees `block`, as [`Inside::block_free`] does. Of callers in several threads one frees it; the others are told that
     /// it is not ours, also when another block lies at its address by then.
     ///
     /// # Errors
-    /// As [`Entered::block_free`].
+    /// As [`Inside::block_free`].
     ///
     /// # Driver calls
-    /// As [`Entered::block_free`].
+    /// As [`Inside::block_free`].
     pub fn block_give_up(&self, block: Block) -> PoolResult<()> {
         if !self.pool.ledger().mappings.claim(block) {
             return Err(PoolError::NotOurs);

@@ -8,9 +8,9 @@ use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverError, DriverOp, VaRange,
 };
 use crate::error::{PoolError, PoolResult};
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::ledger::{Class, Export, Known, Part};
 use crate::report::SlabTotals;
-use crate::{AllocationId, VirtualHandle};
 
 /// New memory, as a caller wants it.
 #[derive(Clone, Debug)]

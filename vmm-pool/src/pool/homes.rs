@@ -2,9 +2,9 @@
 //! [`StillChunk`](crate::StillChunk) of each.
 
 use super::{Pool, new_id};
-use crate::VirtualHandle;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
+use crate::ids::VirtualHandle;
 use crate::ledger::{Class, NewRow, Origin, Row};
 
 impl<D: Driver> Pool<D> {
@@ -21,8 +21,7 @@ impl<D: Driver> Pool<D> {
         let (size_bytes, prop) = (range.size_bytes, frame_prop(device));
         let id = new_id(size_bytes, Some(device))?;
         let new = NewRow { id, size_bytes, prop, origin: Origin::Own, class };
-        let access = [AccessDesc::read_write(device)];
-        Ok(self.ledger().insert_with_home(new, range, &access))
+        Ok(self.ledger().insert_with_home(new, range, &[AccessDesc::read_write(device)]))
     }
 
     /// The chunk goes, which is mapped nowhere, with its home.

@@ -4,9 +4,9 @@
 //! shared it. All that is refused on that way, and all that comes in another order, leaves it the driver's.
 
 use super::Entered;
-use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{DeviceAddress, Driver, VaRange};
+use crate::ids::VirtualHandle;
 
 const ADVICE: &str =
     "a peer's shared host memory has no place here; start the job with NCCL_CUMEM_HOST_ENABLE=0";

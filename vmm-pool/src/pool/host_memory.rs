@@ -14,7 +14,7 @@ use crate::ledger::{Layout, Placed, Rows, Selection, Survey};
 use crate::store::{
     Copies, Copying, HeldFigures, HostArena, HostBudget, HostDemand, Incoming, Store,
 };
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// The time that a pause waits for a chunk that is on its way, before it brings one in itself: the driver may have the chunk,
 /// and be busy with something else.

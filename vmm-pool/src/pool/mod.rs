@@ -44,10 +44,10 @@ use crate::driver::{
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
 use crate::waits::Waits;
-use crate::{AllocationId, VirtualHandle};
 
 /// The allocations of one registration with a device outside the driver's view. Dropped, it holds them in place for ever.
 #[must_use]
@@ -482,7 +482,7 @@ impl<D: Driver> Entered<'_, D> {
     }
 
     /// As [`Entered::pin`], for as long as a registration with such a device lasts: until it is given to
-    /// [`Entered::unregister`].
+    /// [`Inside::unregister`].
     pub fn register(&self, range: VaRange, reason: &'static str) -> Registered {
         Registered(self.pool.ledger().register(range, reason))
     }

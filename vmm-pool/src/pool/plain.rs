@@ -12,7 +12,7 @@ use crate::budget::{Budget, Charge, Counted};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::error::PoolError;
 use crate::ledger::Block;
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// A plain allocation that was left to the driver.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ impl PlainMemory {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
+    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Inside::plain_memory_ends`] or
     /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
     /// No streams of ours are left in it either. No step of a pause or resume may be under way.
     ///

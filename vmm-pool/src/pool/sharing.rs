@@ -7,8 +7,8 @@ use super::{Entered, Inside, Pool};
 use crate::deferred::Physical;
 use crate::driver::{AllocationProp, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
 use crate::ledger::{Class, Export, Lease, NewRow, Origin, Sharing, TicketWatch};
-use crate::{AllocationId, PeerId, VirtualHandle};
 use sublet_driver::descriptors::UninheritedFd;
 
 /// The facts that an importer knows of memory that another process owns.

@@ -7,11 +7,11 @@ use std::ops::Range;
 
 use super::copier::{Copier, Transfer};
 use super::still::StillChunk;
-use crate::VirtualHandle;
 use crate::copies::{CopyStreams, Way};
 use crate::deferred::Physical;
 use crate::driver::{DeviceOrdinal, Driver, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Presence, Remount};
 use crate::pool::{Entered, Pool, frame_prop};

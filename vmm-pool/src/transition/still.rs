@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use super::keeper::Keeper;
 use super::leaving::Undone;
-use crate::VirtualHandle;
 use crate::driver::{Driver, RawEvent, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Selection, Survey};
 use crate::pool::{Entered, Pool, Right};

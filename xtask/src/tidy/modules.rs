@@ -25,7 +25,7 @@ struct Order {
 const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
-        modules: "asking gate lib support ids error report journal budget \
+        modules: "driver asking gate lib support ids error report journal budget \
             deferred waits store copies ledger pool prefault saved transition",
     },
     Order {
