@@ -14,7 +14,7 @@
 //!
 //! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older, and
 //! `cuLaunchCooperativeKernelMultiDevice`; nodes that are put into a graph by
-//! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`vmm_pool::paging`] maps a chunk when it is
+//! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`sublet_pager`] maps a chunk when it is
 //! full.
 //!
 //! A call in another context than that of the window's pager returns when its work has ended.
@@ -31,9 +31,9 @@ use std::sync::{LazyLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use sublet_cuda_driver::paged::{Window, WindowList};
+use sublet_pager::{In, PageError, Pager, Touched};
 use tenants::error_text::chain;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStream, VaRange};
-use vmm_pool::paging::{In, PageError, Pager, Touched};
 
 use crate::contexts;
 use crate::driver::{DRIVER, call_driver};

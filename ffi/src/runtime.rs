@@ -21,6 +21,7 @@ use sublet_cuda_graph::{Captures, Graphs};
 use sublet_deep::ByCommand;
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
+use sublet_suballoc::Slabs;
 use tenants::checkpoints::Checkpointer;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
@@ -61,6 +62,7 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 /// The process is coming to its end, which frees all that it has.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
+static SLABS: LazyLock<Arc<Slabs>> = LazyLock::new(Arc::default);
 static WINDOWS: Windows<CudaDriver> = Windows::new();
 static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
 static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
@@ -135,6 +137,11 @@ fn end_process(reason: &str) -> ! {
     let _closed = std::io::stderr().write_all(said.as_bytes());
     // SAFETY: the call takes a number and does not return.
     unsafe { libc::_exit(EXIT_NOT_JOINED) }
+}
+
+/// Returns small allocations of libraries that are parts of large ones.
+pub(crate) fn slabs() -> &'static Arc<Slabs> {
+    &SLABS
 }
 
 /// Returns all windows of memory that is paged.
@@ -307,7 +314,8 @@ fn try_join() -> Result<Arc<Member>, String> {
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
     pool.copies().detect_changes(settings.detects_changes);
-    pool.slabs().use_slabs(settings.uses_slabs);
+    slabs().use_slabs(settings.uses_slabs);
+    pool.set_front(Arc::clone(slabs()) as _);
     if settings.fails_without_nccl {
         member.cut().fail_while_away();
     }

@@ -10,8 +10,8 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use crate::slots::{Lease, Seat, Slots, Threads, Visit};
-use crate::sync::{AtomicU8, Condvar, Mutex, Ordering, PoisonError, thread_local};
+use sublet_sync::slots::{Lease, Seat, Slots, Threads, Visit};
+use sublet_sync::sync::{AtomicU8, Condvar, Mutex, Ordering, PoisonError, thread_local};
 
 thread_local! {
     static SEAT: Cell<Seat> = const { Cell::new(Seat::None) };

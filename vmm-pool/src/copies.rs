@@ -15,7 +15,7 @@ use crate::store::Piece;
 
 /// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
     /// From a device to the host.
     Out,
     /// From the host to a device.
@@ -28,7 +28,7 @@ pub(crate) enum Way {
 /// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
 /// devices by turns. So a thread that takes a stream here has its device's context current.
 #[derive(Debug)]
-pub(crate) struct CopyStreams<'a, D: Driver> {
+pub struct CopyStreams<'a, D: Driver> {
     deferred: &'a Deferred<D>,
     device: DeviceOrdinal,
     streams: [RawStream; 2],
@@ -86,7 +86,13 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
     }
 
     /// The stream that copies this way alone, if all are taken so. Its device's context is current then.
-    pub(crate) fn take_for(&mut self, way: Way) -> PoolResult<RawStream> {
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuCtxSetCurrent`.
+    pub fn take_for(&mut self, way: Way) -> PoolResult<RawStream> {
         self.next = usize::from(way == Way::Out);
         self.take()
     }
@@ -99,7 +105,13 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
 
     /// Records `event` behind all that the stream taken last was given. What copies there use of the host comes out: it
     /// stays where it is until the event is over.
-    pub(crate) fn record(&mut self, event: RawEvent) -> PoolResult<Vec<InUse>> {
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuEventRecord`.
+    pub fn record(&mut self, event: RawEvent) -> PoolResult<Vec<InUse>> {
         let recorded = self.deferred.driver().event_record(event, self.taken());
         recorded.about(|| "the end of copies".to_owned(), 0, Some(self.device))?;
         Ok(std::mem::take(&mut self.in_use[self.next]))
@@ -176,8 +188,12 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         all
     }
 
-    /// See [`DeviceStreams::finish_or_leave`].
-    pub(crate) fn finish_or_leave(&mut self) -> PoolResult<()> {
+    /// Waits for both streams. A wait that failed is tried once more; when that fails too, the device is left unsettled, and nothing is
+    /// unmapped before [`Deferred::settle`] has waited for it.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`].
+    pub fn finish_or_leave(&mut self) -> PoolResult<()> {
         let first = self.finish_all();
         if first.is_err() && self.finish_all().is_err() {
             self.leave_unsettled();

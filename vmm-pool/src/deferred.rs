@@ -14,18 +14,18 @@ use std::sync::{Arc, Mutex};
 use crate::budget::Charge;
 use crate::driver::{DeviceOrdinal, Driver, DriverResult, RawHandle, RawStream, VaRange};
 use crate::error::{Describe, PoolResult};
-use crate::sync::lock;
 use sublet_driver::descriptors::UninheritedFd;
+use sublet_sync::sync::lock;
 
 /// Why the bytes of deferred handles stay on the device.
 pub(crate) const REASON: &str =
     "the driver would not take it back; it is offered again at each pause and resume";
 
 /// A physical allocation of the driver's, with one owner: a row of the ledger, or the list here. It ends in
-/// [`Deferred::release`].
+/// `Deferred::release`.
 #[derive(Debug)]
 #[must_use = "only `Deferred::release` gives its memory back"]
-pub(crate) struct Physical {
+pub struct Physical {
     raw: RawHandle,
     /// 0 where nobody has said.
     size_bytes: u64,
@@ -75,11 +75,11 @@ impl Physical {
 }
 
 /// A hold on host memory that copies use. The memory stays where it is while somebody has this.
-pub(crate) type InUse = Arc<dyn Any + Send + Sync>;
+pub type InUse = Arc<dyn Any + Send + Sync>;
 
 /// See the head of this module. Its lock is a leaf.
 #[derive(Debug)]
-pub(crate) struct Deferred<D: Driver> {
+pub struct Deferred<D: Driver> {
     driver: Arc<D>,
     lists: Mutex<Lists>,
 }
@@ -121,20 +121,21 @@ impl<D: Driver> Deferred<D> {
 
     /// Unmaps and frees a range that is in no table any more; keeps it when the driver refuses.
     pub(crate) fn free_range(&self, range: VaRange) -> PoolResult<()> {
-        let freed = self.unmap_and_free(range);
-        if freed.is_err() {
-            self.free_range_later(range);
-        }
+        let freed = self.unmap_and_free(range).inspect_err(|_| self.free_range_later(range));
         freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
     /// Frees a range that nothing is mapped in, and that is in no table any more; keeps it when the driver refuses.
-    pub(crate) fn free_addresses(&self, range: VaRange) -> PoolResult<()> {
+    ///
+    /// # Errors
+    /// [`crate::PoolError::Driver`]: it goes at the next pause.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressFree`.
+    pub fn free_addresses(&self, range: VaRange) -> PoolResult<()> {
         // SAFETY: nobody uses the range any more.
         let freed = unsafe { self.driver.address_free(range) };
-        if freed.is_err() {
-            self.free_range_later(range);
-        }
+        let freed = freed.inspect_err(|_| self.free_range_later(range));
         freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
@@ -155,14 +156,11 @@ impl<D: Driver> Deferred<D> {
     pub(crate) fn end_stream(&self, device: DeviceOrdinal, stream: RawStream) -> DriverResult<()> {
         // SAFETY: the stream is ours, and nobody queues anything there any more.
         let ended = unsafe { self.driver.stream_destroy(stream) };
-        if ended.is_err() {
-            lock(&self.lists).streams.push((device, stream));
-        }
-        ended
+        ended.inspect_err(|_| self.end_stream_later(device, stream))
     }
 
     /// Keeps a stream of ours that the driver has refused to end.
-    pub(crate) fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
+    pub fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
         lock(&self.lists).streams.push((device, stream));
     }
 
@@ -203,7 +201,7 @@ impl<D: Driver> Deferred<D> {
     }
 
     /// Has every copy been seen to end?
-    pub(crate) fn is_settled(&self) -> bool {
+    pub fn is_settled(&self) -> bool {
         lock(&self.lists).unsettled.is_empty()
     }
 
@@ -244,7 +242,7 @@ impl<D: Driver> Deferred<D> {
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
-    pub(crate) fn settle(&self) -> PoolResult<()> {
+    pub fn settle(&self) -> PoolResult<()> {
         let unsettled: Vec<_> = lock(&self.lists).unsettled.keys().copied().collect();
         for device in unsettled {
             let waited = self.driver.make_current(device).and_then(|()| self.driver.synchronize());
@@ -262,13 +260,9 @@ impl<D: Driver> Deferred<D> {
         }
         self.release_again();
         for (device, stream) in streams {
-            let ended = match self.driver.make_current(device) {
-                Ok(()) => self.end_stream(device, stream),
-                Err(error) => {
-                    lock(&self.lists).streams.push((device, stream));
-                    Err(error)
-                }
-            };
+            let current = self.driver.make_current(device);
+            let current = current.inspect_err(|_| self.end_stream_later(device, stream));
+            let ended = current.and_then(|()| self.end_stream(device, stream));
             log_kept(ended.about(|| "stream for copies".to_owned(), 0, Some(device)));
         }
         Ok(())

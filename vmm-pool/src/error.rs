@@ -28,7 +28,7 @@ pub enum PoolError {
         "allocation {id:?} is this process's own, and the others take it for nobody's: nothing was given up; this is a \
          fault of Sublet, report it"
     )]
-    Disowned { id: crate::AllocationId },
+    Disowned { id: crate::ids::AllocationId },
     /// The driver refused.
     #[error("{source}: {object} ({size_bytes} bytes{})", on_device(*device))]
     Driver {
@@ -151,23 +151,7 @@ fn on_device(device: Option<DeviceOrdinal>) -> String {
 impl PoolError {
     /// Is a CUDA context beyond use, and with it all device memory of the process that was not saved?
     pub fn poisons_context(&self) -> bool {
-        match self {
-            Self::Driver { source, .. } => source.poisons_context(),
-            Self::NotOurs
-            | Self::StaleHandle { .. }
-            | Self::OutOfDeviceMemory { .. }
-            | Self::OverBudget { .. }
-            | Self::OutOfHostMemory { .. }
-            | Self::HostMemoryRefused { .. }
-            | Self::OutOfDisk { .. }
-            | Self::FileRefused { .. }
-            | Self::FileUnreadable { .. }
-            | Self::FileCorrupted { .. }
-            | Self::Frozen
-            | Self::Disowned { .. }
-            | Self::Offloaded { .. }
-            | Self::MissingImport { .. } => false,
-        }
+        matches!(self, Self::Driver { source, .. } if source.poisons_context())
     }
 
     /// The code to hand to a caller of the driver interface; `None` for memory that is not ours.
@@ -196,7 +180,11 @@ impl PoolError {
 pub type PoolResult<T> = Result<T, PoolError>;
 
 /// Adds what a driver error was about.
-pub(crate) trait Describe<T> {
+pub trait Describe<T> {
+    /// The error is about `object`, of this size and device.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
     fn about(
         self,
         object: impl FnOnce() -> String,

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use crate::slots::{Lease, Seat, Slot, Slots, Threads, Visit};
-use crate::sync::{
+use sublet_sync::slots::{Lease, Seat, Slot, Slots, Threads, Visit};
+use sublet_sync::sync::{
     AtomicU8, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, PoisonError, thread_local,
 };
 

@@ -51,14 +51,14 @@ impl AllocationId {
 ///
 /// Layout of an allocation's, high to low: 16 bits of a mark that no handle of driver 580 has (those are host addresses of
 /// user space, whose top 17 bits are zero), 24 bits generation, 24 bits index. The generation makes a
-/// value that is used after release an error instead of somebody else's memory. A cell's has another mark, and a number
+/// value that is used after release an error instead of somebody else's memory. A front's own has another mark, and a number
 /// that never comes again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VirtualHandle(u64);
 
 impl VirtualHandle {
     const MARK: u64 = 0x5b1e;
-    const CELL_MARK: u64 = 0x5b1f;
+    const FRONT_MARK: u64 = 0x5b1f;
     pub(crate) const GENERATION_MASK: u32 = (1 << 24) - 1;
     const INDEX_MASK: u64 = (1 << 24) - 1;
 
@@ -67,20 +67,20 @@ impl VirtualHandle {
         Self(Self::MARK << 48 | u64::from(generation) << 24 | (index as u64 & Self::INDEX_MASK))
     }
 
-    /// Of the cell `number`.
-    pub(crate) fn of_cell(number: u64) -> Self {
-        debug_assert!(number >> 48 == 0, "more than 2^48 cells");
-        Self(Self::CELL_MARK << 48 | number & ((1 << 48) - 1))
+    /// The handle `number` of the front.
+    pub fn of_front(number: u64) -> Self {
+        debug_assert!(number >> 48 == 0, "more than 2^48 handles");
+        Self(Self::FRONT_MARK << 48 | number & ((1 << 48) - 1))
     }
 
-    /// Was it given out for a cell? That may be an allocation of its own by now.
-    pub(crate) fn is_of_cell(self) -> bool {
-        self.0 >> 48 == Self::CELL_MARK
+    /// Was it given out by the front? It may stand for a row by now.
+    pub fn is_of_front(self) -> bool {
+        self.0 >> 48 == Self::FRONT_MARK
     }
 
     /// The handle, when `raw` bears a mark of ours.
     pub fn from_raw(raw: u64) -> Option<Self> {
-        [Self::MARK, Self::CELL_MARK].contains(&(raw >> 48)).then_some(Self(raw))
+        [Self::MARK, Self::FRONT_MARK].contains(&(raw >> 48)).then_some(Self(raw))
     }
 
     /// The value that callers see.

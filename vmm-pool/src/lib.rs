@@ -7,57 +7,49 @@
 
 pub mod asking;
 pub mod budget;
-mod cells;
 mod copies;
 mod deferred;
+pub mod driver;
 mod error;
 pub mod gate;
 mod ids;
 mod journal;
 mod ledger;
-pub mod paging;
 mod pool;
 mod prefault;
 mod report;
 mod saved;
 #[cfg(test)]
 mod scaling;
-mod slabs;
 mod store;
 pub mod support;
 mod transition;
 mod waits;
 
-/// The driver: its calls, and a simulated one for tests.
-pub mod driver {
-    pub use sublet_driver::*;
-    #[cfg(feature = "sim")]
-    pub use sublet_sim_driver as sim;
-}
-
 pub use sublet_sync::{slots, sync, threads};
 
-pub use cells::Cells;
-pub use error::{PoolError, PoolResult};
+pub use copies::{CopyStreams, Way};
+pub use deferred::{Deferred, InUse, Physical};
+pub use error::{Describe, PoolError, PoolResult};
 pub use ids::{AllocationId, PeerId, VirtualHandle};
 pub use journal::{Step, StepLog};
 pub use ledger::{
-    After, Block, Class, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease, LentTotals,
-    LostImports, References, Selection, Shareable, Sight, Stance, StayReason, TagTotals, Tags,
-    TicketWatch, Unfreezable, Whose,
+    After, Block, Class, Export, Facts, Holding, HoldingSource, Known, LIBRARY_TAGS, Lease,
+    LentTotals, LostImports, Part, References, Selection, Shareable, Sight, Stance, StayReason,
+    TagTotals, Tags, TicketWatch, Unfreezable, Whose,
 };
 pub use pool::{
-    AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Export, GiveUp, Holdings, HostMemory,
-    ImportSource, Kind, Native, Natives, PieceBytes, PlainMemory, Pool, Registered, Use,
+    AwayByTag, Borrowed, CopyPolicy, Devices, Entered, Front, FrontView, Holdings, HostMemory,
+    ImportSource, Inside, Lender, Lenders, Native, Natives, NewMemory, PieceBytes, PlainMemory,
+    Pool, Registered, frame_prop,
 };
 pub use prefault::{BroughtIn, HostStanding};
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
 pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
-pub use slabs::{Part, Slabs};
 pub use store::{
-    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Schedule,
+    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Pinned, Schedule,
     check_file_dir, check_file_length,
 };
 pub use sublet_driver::descriptors::{
@@ -65,7 +57,7 @@ pub use sublet_driver::descriptors::{
 };
 pub use transition::{
     Activity, Arriving, Aside, Away, ByDevice, Departing, Done, DrainError, Draining, Failed,
-    FromOffloaded, FromOpen, Frozen, ImportRequest, Keeper, Leaving, Left, Moved, NotFrozen,
-    NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, Undone,
+    FromOffloaded, FromOpen, Frozen, HomeCopies, ImportRequest, Keeper, Leaving, Left, Moved,
+    NotFrozen, NotShut, Origin, Prepared, Quiesced, Restored, Returning, Shut, StillChunk, Undone,
 };
 pub use waits::{Waited, Waits};

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender};
 
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, RawContext};
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// Something whose work must end before memory can leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

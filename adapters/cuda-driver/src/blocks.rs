@@ -15,7 +15,7 @@ use vmm_pool::driver::{
     AllocationFlags, AllocationProp, DeviceAddress, DeviceAttribute, DeviceOrdinal, Driver,
     DriverCode, RawContext,
 };
-use vmm_pool::{Block, Class, Entered, GiveUp, PlainMemory, PoolError, PoolResult};
+use vmm_pool::{Block, Class, Inside, PlainMemory, PoolError, PoolResult};
 
 use crate::{Answer, caller};
 
@@ -204,7 +204,7 @@ pub fn take_room<D: Driver>(
 #[must_use = "the driver's call comes between"]
 pub struct Ending<'a, D: Driver> {
     member: &'a Member<D>,
-    entered: Entered<'a, D, GiveUp>,
+    entered: Inside<'a, D>,
     context: RawContext,
     /// None once it has ended.
     memory: Option<PlainMemory>,
@@ -291,7 +291,7 @@ pub fn free_now<D: Driver>(member: &Member<D>, block: Block) -> Answer<()> {
 
 /// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is away.
 pub(crate) fn give_up<D: Driver>(
-    entered: &Entered<'_, D, GiveUp>,
+    entered: &Inside<'_, D>,
     settle: impl FnOnce() -> DriverCode,
     give: impl FnOnce() -> PoolResult<()>,
 ) -> Answer<()> {

@@ -10,11 +10,11 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
+use sublet_pager::{PageError, Pager};
 use tenants::member::Member;
 use tenants::region::{self, RegionError};
 use vmm_pool::PoolError;
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, RawContext, VaRange};
-use vmm_pool::paging::{PageError, Pager};
 use vmm_pool::sync::lock;
 
 use crate::Answer;

@@ -5,7 +5,9 @@
 //! can say then is answered as for addresses without memory.
 
 use tenants::member::Member;
-use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverCode, Location, VaRange};
+use vmm_pool::driver::{
+    AccessDesc, DeviceAddress, DeviceOrdinal, Driver, DriverCode, Location, VaRange,
+};
 use vmm_pool::gate::Passage;
 use vmm_pool::{Facts, Known};
 
@@ -90,7 +92,7 @@ pub fn said(
         attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(u8::from(is_block))),
         attribute::BUFFER_ID => Said::Value(Value::Long(facts.number)),
         attribute::ACCESS_FLAGS => current().map_or(Said::Unknown, |device| {
-            let flags = rights(facts, Location::device(device));
+            let flags = rights(&facts.access, Location::device(device));
             Said::Value(Value::Word(u32::try_from(flags).unwrap_or(0)))
         }),
         attribute::RANGE_START | attribute::RANGE_SIZE => {
@@ -128,24 +130,16 @@ pub fn correction<D: Driver>(
     address: DeviceAddress,
 ) -> Option<Value> {
     let pool = member.pool();
+    let seen = || pool.front().seen_at(address);
     match attribute {
         attribute::RANGE_SIZE => {
-            let range =
-                pool.slabs().reserved_range(address).or_else(|| pool.range_seen(address))?;
+            let reserved = seen().and_then(|seen| seen.reserved);
+            let range = reserved.or_else(|| pool.range_seen(address))?;
             Some(Value::Long(range.size_bytes))
         }
-        attribute::RANGE_START => {
-            let range = pool.slabs().reserved_range(address)?;
-            Some(Value::Long(range.start.0))
-        }
-        attribute::MAPPING_START => {
-            let cell = pool.slabs().cell_range(address)?;
-            Some(Value::Long(cell.start.0))
-        }
-        attribute::MAPPING_SIZE => {
-            let cell = pool.slabs().cell_range(address)?;
-            Some(Value::Long(cell.size_bytes))
-        }
+        attribute::RANGE_START => Some(Value::Long(seen()?.reserved?.start.0)),
+        attribute::MAPPING_START => Some(Value::Long(seen()?.part?.0.start.0)),
+        attribute::MAPPING_SIZE => Some(Value::Long(seen()?.part?.0.size_bytes)),
         // The driver's own changes with each resume: who keeps what belongs to a number would take it for other memory.
         attribute::BUFFER_ID => Some(Value::Long(pool.memory_number(address)?)),
         attribute::IS_LEGACY_IPC_CAPABLE => {
@@ -200,16 +194,16 @@ pub fn ask<D: Driver>(
     driver(address)
 }
 
-/// The rights that `place` has at memory that is away, as `cuMemGetAccess` tells them.
+/// The right of `place` among those that were set, as `cuMemGetAccess` tells it.
 #[doc(alias = "cuMemGetAccess")]
-pub fn rights(facts: &Facts, place: Location) -> u64 {
-    let given = facts.access.iter().find(|desc| desc.location == place);
+pub fn rights(access: &[AccessDesc], place: Location) -> u64 {
+    let given = access.iter().find(|desc| desc.location == place);
     given.map_or(0, |desc| u64::from(desc.flags.unsigned_abs()))
 }
 
 #[cfg(test)]
 mod tests {
-    use vmm_pool::driver::{AccessDesc, AllocationProp, RawContext};
+    use vmm_pool::driver::{AllocationProp, RawContext};
 
     use super::*;
 
@@ -270,7 +264,7 @@ mod tests {
 
     #[test]
     fn rights_are_those_that_were_set() {
-        assert_eq!(rights(&facts(None), Location::device(DEVICE)), 3);
-        assert_eq!(rights(&facts(None), Location::device(DeviceOrdinal(0))), 0);
+        assert_eq!(rights(&facts(None).access, Location::device(DEVICE)), 3);
+        assert_eq!(rights(&facts(None).access, Location::device(DeviceOrdinal(0))), 0);
     }
 }

@@ -16,7 +16,7 @@ use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceAttribute, Driver, DriverCode,
     HANDLE_TYPE_FABRIC, LocationKind, VaRange,
 };
-use vmm_pool::{Class, VirtualHandle};
+use vmm_pool::{Class, NewMemory, VirtualHandle};
 
 use crate::Answer;
 use crate::blocks::room_of;
@@ -77,11 +77,9 @@ pub fn create<D: Driver>(
     let device = prop.location.as_device();
     let class = region::class_of(library, device);
     let made = with_room(member, room_of(device, size_bytes, &class), || {
-        let (entered, class) = (member.pool().enter(), class.clone());
-        match purpose {
-            Purpose::Any => entered.cells().create_cell(size_bytes, prop, class),
-            Purpose::Window => entered.cells().create_alone(size_bytes, prop, class),
-        }
+        let (prop, class, is_alone) = (*prop, class.clone(), purpose == Purpose::Window);
+        let new = NewMemory { size_bytes, prop, class, is_alone };
+        member.pool().front().create(&member.pool().enter(), new)
     });
     let made = made.inspect(|handle| note_made(member, library, *handle));
     Answer::of(made).map(VirtualHandle::raw)
@@ -94,7 +92,7 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     ours(handle).and_then(|handle| {
         // NCCL 2.26 and newer make one to see if they can, and release it.
         WITHOUT_ADDRESSES.set(WITHOUT_ADDRESSES.get().filter(|other| *other != handle));
-        Answer::of(entered.cells().release_cell(handle))
+        Answer::of(member.pool().front().release(&entered, handle))
     })
 }
 
@@ -102,14 +100,14 @@ pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let entered = member.pool().enter_giving_up();
-    Answer::of(entered.cells().retain_cell_at(address)).map(VirtualHandle::raw)
+    Answer::of(member.pool().front().retain_at(&entered, address)).map(VirtualHandle::raw)
 }
 
 /// Returns the properties that a handle was created with.
 #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
 pub fn properties<D: Driver>(member: &Member<D>, handle: u64) -> Answer<AllocationProp> {
     let entered = member.pool().enter_giving_up();
-    ours(handle).and_then(|handle| Answer::of(entered.cells().cell_properties(handle)))
+    ours(handle).and_then(|handle| Answer::of(member.pool().front().properties(&entered, handle)))
 }
 
 /// Maps a handle.
@@ -121,8 +119,9 @@ pub fn map<D: Driver>(
     handle: u64,
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    ours(handle)
-        .and_then(|handle| Answer::of(entered.cells().map_cell(range, offset_bytes, handle)))
+    ours(handle).and_then(|handle| {
+        Answer::of(member.pool().front().map(&entered, range, offset_bytes, handle))
+    })
 }
 
 /// Unmaps a range.
@@ -130,7 +129,7 @@ pub fn map<D: Driver>(
 pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
     let _asking = back_in(member);
-    Answer::of(entered.cells().unmap_cells(range))
+    Answer::of(member.pool().front().unmap(&entered, range))
 }
 
 /// Waits while the contexts are off the devices: host memory of ours is unregistered with its mapping, and what the driver makes of that
@@ -147,7 +146,7 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     if let Some(freed) = member.pool().driver().free_of_host_file(range) {
         return freed.map_or_else(|error| Answer::Refused(error.code), Answer::Done);
     }
-    Answer::of(entered.cells().free_cell_addresses(range))
+    Answer::of(member.pool().front().free_addresses(&entered, range))
 }
 
 /// This thread has addresses reserved that the pool does not see: what it made before is for them, if for any.
@@ -169,11 +168,12 @@ pub fn address_reserve<D: Driver>(
             return Answer::Done(start.0);
         }
     }
-    if !member.pool().slabs().has_addresses(size_bytes, alignment, library) {
+    let front = member.pool().front();
+    if !front.has_addresses(size_bytes, alignment, library) {
         return Answer::AskDriver;
     }
     let entered = member.pool().enter();
-    Answer::of_found(entered.cells().take_addresses(size_bytes, alignment, library))
+    Answer::of_found(front.take_addresses(&entered, size_bytes, alignment, library))
         .map(|start| start.0)
 }
 
@@ -185,7 +185,7 @@ pub fn set_access<D: Driver>(
     access: &[AccessDesc],
 ) -> Answer<()> {
     let entered = member.pool().enter();
-    Answer::of(entered.cells().set_cell_access(range, access))
+    Answer::of(member.pool().front().set_access(&entered, range, access))
 }
 
 /// A ticket instead of the driver's descriptor.

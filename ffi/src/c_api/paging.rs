@@ -6,10 +6,10 @@ use std::ffi::{c_char, c_int};
 use std::sync::Arc;
 use std::time::Duration;
 
+use sublet_pager::{PageError, PageResult, Pager, WindowSize};
 use tenants::error_text::chain;
 use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
-use vmm_pool::paging::{PageError, PageResult, Pager, WindowSize};
 
 use super::regions::tag_of;
 use super::stats::answer;

@@ -264,9 +264,7 @@ function! {
 function! {
     ncclCommSuspend(communicator: Pointer, flags: c_int) by member |all, here, call| {
         // All ranks give up what they have of each other before any makes its own again.
-        if let Some(member) = runtime::member() {
-            member.pool().slabs().take_shared_addresses_again();
-        }
+        runtime::slabs().take_shared_addresses_again();
         all.agree(here, "ncclCommSuspend", communicator.expose_provenance(), call)
     }
 }

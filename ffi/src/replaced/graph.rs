@@ -6,10 +6,10 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 
 use sublet_cuda_graph::Counted;
+use sublet_pager::In;
 use tenants::cut::{Increment, TurnedBack, Withdrawal};
 use vmm_pool::driver::{DriverCode, RawStream};
 use vmm_pool::gate::Passage;
-use vmm_pool::paging::In;
 
 use super::{STREAM_PER_THREAD, SUCCESS, stream_value};
 use crate::driver::call_driver;

@@ -153,15 +153,15 @@ pub unsafe extern "C" fn cuMemGetAccess(
     };
     let asked = |member: &Member| {
         let away = |facts: &Facts| {
-            write_out!(flags, pointers::rights(facts, *place));
+            write_out!(flags, pointers::rights(&facts.access, *place));
             Some(DriverCode::SUCCESS)
         };
         // The driver knows those of the slab.
         let here = |asked: DeviceAddress| {
             let code = at(asked.0);
-            let right = member.pool().slabs().cell_right(asked, *place);
-            if let Some(right) = right.filter(|_| code == SUCCESS) {
-                write_out!(flags, u64::from(right.unsigned_abs()));
+            let part = member.pool().front().seen_at(asked).and_then(|seen| seen.part);
+            if let Some((.., access)) = part.filter(|_| code == SUCCESS) {
+                write_out!(flags, pointers::rights(&access, *place));
             }
             DriverCode(code)
         };

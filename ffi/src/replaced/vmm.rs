@@ -58,8 +58,8 @@ unsafe extern "C" fn mem_create(
         |member| {
             late_frees::settle();
             let library = class_of_caller(caller);
-            if library == caller::NCCL && member.pool().slabs().uses_slabs() {
-                spare_slabs_from_cards(member);
+            if library == caller::NCCL && runtime::slabs().uses_slabs() {
+                spare_slabs_from_cards();
             }
             without_flags(member, None, flags)
                 .and_then(|()| {
@@ -78,12 +78,12 @@ unsafe extern "C" fn mem_create(
 /// A network card holds whole allocations that memory registered with it lies in, and so do copies of their contents stay on the device. With a card open, NCCL's
 /// memory stands alone from here on, so that what is registered keeps nothing else. Memory that is made within milliseconds of the card's opening may be a
 /// part of a larger allocation still, which then stays whole.
-fn spare_slabs_from_cards(member: &Member) {
+fn spare_slabs_from_cards() {
     static LOOKS: Looks = Looks::new();
     let Some(open) = LOOKS.open_in(Path::new(device_files::OWN_DESCRIPTORS)) else { return };
     let pins = |kind: &DeviceFile| matches!(kind, DeviceFile::Verbs | DeviceFile::GdrCopy);
     let Some((_, path)) = open.iter().find(|(kind, _)| pins(kind)) else { return };
-    member.pool().slabs().use_slabs(false);
+    runtime::slabs().use_slabs(false);
     tracing::info!(file = %path.display(), "NCCL's memory is not made as parts of larger allocations: a network card may hold some of it");
 }
 

@@ -22,7 +22,7 @@ use memmap2::MmapRaw;
 use super::slots::{self, Full, Slot};
 use super::{Figure, OverBudget};
 use crate::driver::DeviceUuid;
-use crate::sync::{AtomicU64, Ordering};
+use sublet_sync::sync::{AtomicU64, Ordering};
 
 /// GPUs that one tenant can have budgets for.
 pub const GPUS_MAX: usize = 64;

@@ -10,7 +10,7 @@
 //! the other withdraws and asks again. Nobody waits for a process that stands still in between: after a bounded number of
 //! rounds what it asks counts as held.
 
-use crate::sync::{AtomicU64, Ordering, yield_now};
+use sublet_sync::sync::{AtomicU64, Ordering, yield_now};
 
 /// Times that one looks again while others ask.
 const ROUNDS_MAX: u32 = 1000;

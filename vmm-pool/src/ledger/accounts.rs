@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use super::{Class, Ledger, LentTotals, Mapping, Origin, Row, RowTable, Rows};
 use crate::driver::{DeviceOrdinal, VaRange};
 use crate::error::{PoolError, PoolResult};
+use crate::ids::{AllocationId, PeerId};
 use crate::store::Store;
-use crate::{AllocationId, PeerId};
 
 /// Memory of one tag, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -8,9 +8,9 @@ use super::backing::Backing;
 use super::layout::Places;
 use super::residency::Change;
 use super::{Ledger, Mapping, NewRow, Row, RowTable};
-use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, VaRange};
+use crate::ids::VirtualHandle;
 use crate::store::{Extent, Saved, Store};
 
 impl Ledger {
@@ -27,23 +27,6 @@ impl Ledger {
         self.mappings.insert(mapping);
         self.rows.change([handle], |row| row.mapped(range.start.0));
         handle
-    }
-
-    /// May it not leave its home? Other holders of its pages do not wait for the caller that moves it. A pin does not hold what
-    /// `is_given_up`: its memory goes to the driver, and its user has freed it.
-    pub(crate) fn stays_home(&self, handle: VirtualHandle, is_given_up: bool) -> bool {
-        self.rows.get(handle).is_some_and(|row| {
-            let is_pinned = row.reason_to_stay().is_some() && !is_given_up;
-            is_pinned || row.is_shared() || row.mapped_at().len() > 1
-        })
-    }
-
-    /// The row goes, which is mapped nowhere, with its home.
-    pub(crate) fn remove_with_home(&mut self, handle: VirtualHandle) -> Vec<Row> {
-        let starts: Vec<_> = self.rows.get(handle).into_iter().flat_map(Row::mapped_at).collect();
-        let mut garbage = self.forget_mappings(&starts);
-        garbage.extend(self.drop_reference(handle).ok().flatten());
-        garbage
     }
 
     /// Returns the addresses of the home of memory that `is_meant`; none where there is no such memory.

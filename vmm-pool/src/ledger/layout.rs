@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use super::pieces::{Survey, Wish};
 use super::{Ledger, Row, RowTable, Rows, merged};
-use crate::AllocationId;
-use crate::VirtualHandle;
 use crate::driver::VaRange;
+use crate::ids::AllocationId;
+use crate::ids::VirtualHandle;
 use crate::store::{Copies, Extent, Saved, Store, append};
 
 /// Places in one store for all of a selection that has to be saved there.

@@ -8,10 +8,10 @@ mod all;
 use std::collections::BTreeMap;
 
 use super::Ledger;
-use crate::VirtualHandle;
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Location, RawContext, VaRange,
 };
+use crate::ids::VirtualHandle;
 
 pub(crate) use self::all::Mappings;
 
@@ -193,5 +193,28 @@ impl Ledger {
                 context: mapping.context(),
             }),
         }
+    }
+}
+
+/// A block of plain memory. Another block that lies at the same address later is not this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    pub(crate) range: VaRange,
+    allocation: VirtualHandle,
+}
+
+impl Block {
+    pub(crate) fn of(mapping: &Mapping) -> Self {
+        Self { range: mapping.range(), allocation: mapping.allocation() }
+    }
+
+    /// Its first address.
+    pub fn start(&self) -> DeviceAddress {
+        self.range.start
+    }
+
+    /// Tells it from all other blocks of this process, also from those that lie at its address later.
+    pub fn identity(&self) -> VirtualHandle {
+        self.allocation
     }
 }

@@ -19,7 +19,6 @@
 
 mod accounts;
 mod backing;
-mod block;
 mod homes;
 mod layout;
 mod mapping;
@@ -28,6 +27,7 @@ mod pieces;
 mod residency;
 mod row;
 mod selection;
+mod shares;
 mod sharing;
 mod table;
 mod tickets;
@@ -41,27 +41,27 @@ pub use accounts::{
     Holding, HoldingSource, LostImports, References, Shareable, Stance, StayReason, TagTotals,
     Unfreezable,
 };
-pub use block::Block;
 pub(crate) use layout::{Layout, Placed};
-pub use mapping::{Facts, Known, Sight};
+pub use mapping::{Block, Facts, Known, Sight};
 pub(crate) use mapping::{Mapping, Mappings, Presence};
 pub(crate) use pieces::Survey;
 pub use row::Class;
 pub(crate) use row::{NewRow, Origin, Row};
 pub(crate) use selection::Rows;
 pub use selection::{After, LIBRARY_TAGS, Selection, Tags, Whose};
+pub use shares::{Lease, TicketWatch};
 pub(crate) use sharing::Sharing;
 use table::RowTable;
 use tickets::Watches;
-pub use tickets::{Lease, LentTotals, TicketWatch};
+pub use tickets::{Export, LentTotals, Part};
 use views::Views;
 
 use crate::driver::{
     AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverError, DriverOp, RawHandle, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::store::Saved;
-use crate::{AllocationId, VirtualHandle};
 
 /// See the head of this module.
 #[derive(Debug, Default)]

@@ -10,9 +10,9 @@ use super::{Ledger, Mapping, Remount, Row, RowTable, Rows, Selection, merged};
 use crate::deferred::Physical;
 use crate::driver::VaRange;
 use crate::error::{PoolError, PoolResult};
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::report::Contents;
 use crate::store::Saved;
-use crate::{AllocationId, VirtualHandle};
 
 impl Ledger {
     /// Collects all that the recorded mapping at `start` needs to be mapped again; `None` when there is no such record.

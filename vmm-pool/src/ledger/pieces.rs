@@ -16,8 +16,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::VirtualHandle;
 use crate::driver::Fingerprint;
+use crate::ids::VirtualHandle;
 use crate::store::{Extent, Prints, Saved, append};
 
 /// Unchanged bytes between changed ones that are copied along: below, a copy more costs as much as the bytes.

@@ -10,9 +10,9 @@ use crate::deferred::Physical;
 use crate::driver::{
     AllocationProp, DeviceOrdinal, HANDLE_TYPE_POSIX_FD, Location, LocationKind, RawHandle,
 };
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
 use crate::report::Contents;
 use crate::store::{Saved, Store};
-use crate::{AllocationId, PeerId, VirtualHandle};
 
 /// The library that allocated memory, the tag of that memory, and the policy of a pause for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

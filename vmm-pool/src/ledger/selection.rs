@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::{Row, RowTable};
+use super::row::Row;
+use super::table::RowTable;
+use crate::ids::{PeerId, VirtualHandle};
 use crate::store::Store;
-use crate::{PeerId, VirtualHandle};
 
 /// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
 /// region has them.

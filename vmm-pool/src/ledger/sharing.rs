@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
 
-use super::tickets::{Leases, Tickets};
-use crate::PeerId;
+use super::shares::{Leases, Tickets};
+use crate::ids::PeerId;
 use sublet_driver::descriptors::UninheritedFd;
 
 /// See the head of this module.

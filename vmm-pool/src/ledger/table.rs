@@ -12,7 +12,7 @@ use crate::budget::Charge;
 use crate::deferred::Physical;
 use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
-use crate::{AllocationId, PeerId, VirtualHandle};
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
 
 /// See the head of this module. What is changed here concerns rows alone. Where mappings have a say, or it matters whether
 /// the process is frozen, the ledger changes them.

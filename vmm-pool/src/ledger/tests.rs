@@ -3,9 +3,9 @@ mod sharing;
 use proptest::prelude::*;
 
 use super::*;
-use crate::PeerId;
 use crate::deferred::Physical;
 use crate::driver::{AllocationProp, LocationKind};
+use crate::ids::PeerId;
 use crate::report::Contents;
 use crate::scaling::assert_not_quadratic;
 use crate::store::{Saved, Store};
@@ -106,7 +106,7 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
 fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
     let mut ledger = Ledger::default();
     let [first, by_ticket, last] = [1, 2, 3].map(|number| insert(&mut ledger, number));
-    let serial = ledger.begin_export(by_ticket).unwrap().serial;
+    let serial = ledger.begin_export(by_ticket).unwrap().0.serial;
     assert!(ledger.drop_reference(by_ticket).unwrap().is_none(), "its ticket keeps it");
     let chosen = whole(&ledger);
     let handles = |ledger: &Ledger| ledger.rows.among(&chosen).map(Row::handle).collect::<Vec<_>>();
@@ -344,7 +344,7 @@ fn a_row_lives_as_long_as_something_holds_it() {
     assert!(ledger.drop_reference(handle).is_err(), "there was one reference");
     assert!(ledger.rows.add_reference(handle));
     assert!(ledger.forget_mappings(&[range(1).start.0]).is_empty(), "a reference");
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     assert!(ledger.drop_reference(handle).unwrap().is_none(), "a ticket");
     assert!(ledger.export_failed(id(1), serial).is_some());
     assert!(ledger.rows.get(handle).is_none() && ledger.rows.by_id(id(1)).is_none());

@@ -9,93 +9,13 @@
 //! the pool is frozen none is given.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
+use super::shares::TicketWatch;
 use super::{Ledger, Row, RowTable, Selection};
 use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
-use crate::{AllocationId, PeerId, VirtualHandle};
-use sublet_driver::descriptors::UninheritedFd;
-
-/// Tells whether a ticket, or a lease, is open anywhere.
-#[derive(Debug)]
-pub struct TicketWatch {
-    /// The descriptor that is asked.
-    pub fd: UninheritedFd,
-    /// Asks it. Does not block.
-    pub is_closed: fn(BorrowedFd<'_>) -> bool,
-}
-
-impl TicketWatch {
-    pub(super) fn is_open(&self) -> bool {
-        !(self.is_closed)(self.fd.as_fd())
-    }
-}
-
-#[derive(Debug, Default)]
-struct Ticket {
-    watch: Option<TicketWatch>,
-    is_redeemed: bool,
-}
-
-impl Ticket {
-    fn holds(&self) -> bool {
-        self.watch.as_ref().is_none_or(TicketWatch::is_open)
-    }
-}
-
-/// The tickets of one allocation, by serial number.
-#[derive(Debug, Default)]
-pub(super) struct Tickets(BTreeMap<u64, Ticket>);
-
-impl Tickets {
-    pub(super) fn add(&mut self, serial: u64) {
-        self.0.insert(serial, Ticket::default());
-    }
-
-    /// A ticket that nobody was given.
-    pub(super) fn take_back(&mut self, serial: u64) {
-        self.0.remove(&serial);
-    }
-
-    /// From now on `serial` lasts until it is closed. False when there is no such ticket.
-    pub(super) fn watch(&mut self, serial: u64, watch: TicketWatch) -> bool {
-        let ticket = self.0.get_mut(&serial);
-        ticket.map(|ticket| ticket.watch = Some(watch)).is_some()
-    }
-
-    /// Somebody has redeemed `serial`.
-    pub(super) fn redeem(&mut self, serial: u64) {
-        if let Some(ticket) = self.0.get_mut(&serial) {
-            ticket.is_redeemed = true;
-            if ticket.watch.is_none() {
-                self.0.remove(&serial);
-            }
-        }
-    }
-
-    /// Is there one that nobody has redeemed?
-    pub(super) fn await_somebody(&self) -> bool {
-        self.0.values().any(|ticket| !ticket.is_redeemed)
-    }
-
-    /// Does one hold the memory?
-    pub(super) fn hold(&self) -> bool {
-        self.0.values().any(Ticket::holds)
-    }
-
-    /// Drops those that have been closed. Says how many.
-    pub(super) fn drop_closed(&mut self) -> usize {
-        let before = self.0.len();
-        self.0.retain(|_, ticket| ticket.holds());
-        before - self.0.len()
-    }
-
-    /// Counts the tickets that are watched.
-    pub(super) fn watched(&self) -> usize {
-        self.0.values().filter(|ticket| ticket.watch.is_some()).count()
-    }
-}
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
 
 /// The largest number of tickets that are watched: each takes a descriptor.
 pub(super) const WATCHES_MAX: usize = 256;
@@ -141,27 +61,46 @@ impl Watches {
     }
 }
 
-/// The allocation to be exported for a ticket.
-#[derive(Debug)]
-pub(crate) struct ToExport {
-    pub(crate) id: AllocationId,
-    pub(crate) size_bytes: u64,
-    /// 0 for memory of another process.
-    pub(crate) serial: u64,
-    /// None where there is one, or it is another process's to give.
-    pub(crate) raw: Option<RawHandle>,
+/// The data that a ticket for an allocation must carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Its identity.
+    pub id: AllocationId,
+    /// Its size.
+    pub size_bytes: u64,
+    /// The serial number of the ticket. Redeeming the ticket once, or closing it where it is watched, lets the memory
+    /// go that it holds. 0 for memory of another process, of which a ticket holds nothing.
+    pub serial: u64,
+    /// The process that owns it, if that is another one.
+    pub owner: Option<PeerId>,
+    /// The part of it that was exported, unless that is the whole.
+    pub part: Option<Part>,
+}
+
+/// A part of an allocation, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The offset of the part in the allocation, in bytes.
+    pub offset_bytes: u64,
+    /// The length of the part, in bytes.
+    pub size_bytes: u64,
 }
 
 impl Ledger {
-    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases.
+    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases. No driver's handle comes out
+    /// where there is a descriptor already, or it is another process's to give.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
-    pub(crate) fn begin_export(&mut self, handle: VirtualHandle) -> PoolResult<ToExport> {
+    pub(crate) fn begin_export(
+        &mut self,
+        handle: VirtualHandle,
+    ) -> PoolResult<(Export, Option<RawHandle>)> {
         let row = self.rows.find(handle)?;
-        let (id, size_bytes) = (row.id(), row.size_bytes());
+        let (id, size_bytes, owner) = (row.id(), row.size_bytes(), row.owner());
+        let export = Export { id, size_bytes, serial: 0, owner, part: None };
         if !row.is_own() {
-            return Ok(ToExport { id, size_bytes, serial: 0, raw: None });
+            return Ok((export, None));
         }
         let raw = if row.sharing().is_exported() { None } else { row.raw() };
         if raw.is_none() && !row.sharing().is_exported() {
@@ -170,7 +109,7 @@ impl Ledger {
         self.watches.last_serial += 1;
         let serial = self.watches.last_serial;
         self.rows.change([handle], |row| row.sharing_mut().tickets.add(serial));
-        Ok(ToExport { id, size_bytes, serial, raw })
+        Ok((Export { serial, ..export }, raw))
     }
 
     /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
@@ -234,15 +173,6 @@ impl Ledger {
 
 // Leases.
 
-/// A watch that tells whether a borrower still holds an allocation.
-#[derive(Debug)]
-pub struct Lease {
-    /// The process that holds the allocation.
-    pub borrower: PeerId,
-    /// Tells whether it is open.
-    pub watch: TicketWatch,
-}
-
 /// The totals of the memory that one borrower has open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LentTotals {
@@ -252,28 +182,6 @@ pub struct LentTotals {
     pub tickets: u64,
     /// Bytes of all of them.
     pub bytes: u64,
-}
-
-/// The leases of one allocation.
-#[derive(Debug, Default)]
-pub(crate) struct Leases(Vec<Lent>);
-
-#[derive(Debug)]
-struct Lent {
-    lease: Lease,
-    by_ticket: bool,
-}
-
-impl Leases {
-    /// One more. Those that have ended go.
-    pub(crate) fn add(&mut self, lease: Lease, by_ticket: bool) {
-        self.drop_closed();
-        self.0.push(Lent { lease, by_ticket });
-    }
-
-    fn drop_closed(&mut self) {
-        self.0.retain(|lent| lent.lease.watch.is_open());
-    }
 }
 
 impl RowTable {

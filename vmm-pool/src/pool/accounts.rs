@@ -123,7 +123,7 @@ impl<D: Driver> Pool<D> {
             device.classes.sort_by_key(|class| std::cmp::Reverse(class.own_bytes));
         }
         report.host_arena_bytes = self.host_memory.incoming.figures().bytes();
-        report.slabs = self.slabs().table().totals();
+        report.slabs = self.front().totals();
         report
     }
 

@@ -2,16 +2,16 @@
 
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
 
-use super::{Entered, Kind, Use};
-use crate::VirtualHandle;
+use super::{Entered, Inside};
 use crate::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
     DriverOp, Location, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::VirtualHandle;
 use crate::ledger::{Block, Class, Mapping};
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Entered<'_, D> {
     /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
     ///
     /// # Errors
@@ -36,13 +36,9 @@ impl<D: Driver> Entered<'_, D, Use> {
         let padded_bytes =
             granularity.round_up(size_bytes).ok_or(too_large).about(block, size_bytes, device)?;
         let handle = self.create(padded_bytes, prop, class)?;
-        let address = match self.pool.driver.address_reserve(padded_bytes, 0, DeviceAddress(0)) {
-            Ok(address) => address,
-            Err(error) => {
-                self.abandon(None, handle);
-                return Err(error).about(block, padded_bytes, device);
-            }
-        };
+        let reserved = self.pool.driver.address_reserve(padded_bytes, 0, DeviceAddress(0));
+        let reserved = reserved.inspect_err(|_| self.abandon(None, handle));
+        let address = reserved.about(block, padded_bytes, device)?;
         let range = VaRange::new(address, padded_bytes);
         let access: Vec<_> = accessors.iter().map(|&who| AccessDesc::read_write(who)).collect();
         if let Err(error) = self.block_map(range, handle, &access) {
@@ -65,8 +61,8 @@ impl<D: Driver> Entered<'_, D, Use> {
         self.set_access(range, access)
     }
 
-    /// Gives up what was made and cannot be used: nobody has seen it yet.
-    pub(crate) fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
+    /// Gives up what was made and cannot be used: nobody has seen it yet. What the driver keeps goes at the next pause.
+    pub fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
         if let Some(range) = range {
             let (starts, _) = self.pool.mapped_in(range);
             let garbage = self.pool.ledger().forget_mappings(&starts);
@@ -82,7 +78,7 @@ impl<D: Driver> Entered<'_, D, Use> {
 
     /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
     /// caller's reference: from here on the mapping alone keeps it. One that `accessor` has open already is
-    /// not mapped again: its address is returned, and it takes one more [`Entered::block_close`].
+    /// not mapped again: its address is returned, and it takes one more [`Inside::block_close`].
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is used up either way.
@@ -152,19 +148,11 @@ impl<D: Driver> Entered<'_, D, Use> {
         let size_bytes = self.pool.ledger().rows.find(handle)?.size_bytes();
         let about = || "address for an opened block".to_owned();
         let reserved = self.pool.driver.address_reserve(size_bytes, 0, DeviceAddress(0));
-        let address = match reserved {
-            Ok(address) => address,
-            Err(error) => {
-                self.abandon(None, handle);
-                return Err(error).about(about, size_bytes, Some(accessor));
-            }
-        };
+        let reserved = reserved.inspect_err(|_| self.abandon(None, handle));
+        let address = reserved.about(about, size_bytes, Some(accessor))?;
         let range = VaRange::new(address, size_bytes);
-        if let Err(error) = self.block_map(range, handle, &[AccessDesc::read_write(accessor)]) {
-            self.abandon(Some(range), handle);
-            return Err(error);
-        }
-        Ok(range)
+        let mapped = self.block_map(range, handle, &[AccessDesc::read_write(accessor)]);
+        mapped.map(|()| range).inspect_err(|_| self.abandon(Some(range), handle))
     }
 
     /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory; and, where the
@@ -214,7 +202,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver> Inside<'_, D> {
     /// Identity, requested size and size on the device of the own block that holds `address`. What another process owns is not shared further, and the padding behind what was requested
     /// is nobody's.
     pub fn block_identity(
@@ -235,7 +223,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     /// [`PoolError::NotOurs`] when nothing is open there; [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
-    /// At the last close, those of [`Entered::block_free`].
+    /// At the last close, those of [`Inside::block_free`].
     #[doc(alias = "cuIpcCloseMemHandle")]
     pub fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
         let block = {
@@ -263,14 +251,14 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         self.block_give_up(self.pool.holdings.block_at(address).ok_or(PoolError::NotOurs)?)
     }
 
-    /// Frees `block`, as [`Entered::block_free`] does. Of callers in several threads one frees it; the others are told that
+    /// Frees `block`, as [`Inside::block_free`] does. Of callers in several threads one frees it; the others are told that
     /// it is not ours, also when another block lies at its address by then.
     ///
     /// # Errors
-    /// As [`Entered::block_free`].
+    /// As [`Inside::block_free`].
     ///
     /// # Driver calls
-    /// As [`Entered::block_free`].
+    /// As [`Inside::block_free`].
     pub fn block_give_up(&self, block: Block) -> PoolResult<()> {
         if !self.pool.ledger().mappings.claim(block) {
             return Err(PoolError::NotOurs);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::driver::{DeviceAttribute, DeviceOrdinal, Driver, PciAddress};
 use crate::error::{Describe, PoolResult};
 use crate::store::Pins;
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// The NUMA node of a device.
 type NodeOf = fn(PciAddress) -> Option<u32>;

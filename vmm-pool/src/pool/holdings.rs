@@ -6,12 +6,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::accounts::Reasons;
 use crate::driver::DeviceOrdinal;
+use crate::ids::{AllocationId, PeerId};
 use crate::ledger::{
     Class, Holding, Ledger, LentTotals, LostImports, References, Row, Selection, Shareable, Stance,
     StayReason, TagTotals,
 };
 use crate::report::OVERDUE;
-use crate::{AllocationId, PeerId};
 
 /// See the head of this module. Each question takes the lock for itself, and waits for nothing else.
 #[derive(Debug, Default)]

@@ -3,15 +3,15 @@
 //! Such memory is the driver's when it is made, and becomes a file when addresses are reserved for it, before anybody has mapped or
 //! shared it. All that is refused on that way, and all that comes in another order, leaves it the driver's.
 
-use super::{Entered, Use};
-use crate::VirtualHandle;
+use super::Entered;
 use crate::deferred::Physical;
 use crate::driver::{DeviceAddress, Driver, VaRange};
+use crate::ids::VirtualHandle;
 
 const ADVICE: &str =
     "a peer's shared host memory has no place here; start the job with NCCL_CUMEM_HOST_ENABLE=0";
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Entered<'_, D> {
     /// Addresses to map `handle` at, whole and next: of host memory that is shared by descriptors, made here and not used yet, or imported from
     /// a process that has a file. None if it is other memory or cannot be a file: then the driver gives addresses.
     ///

@@ -11,8 +11,10 @@ use crate::error::{Describe, PoolResult};
 use crate::gate::Gate;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Placed, Rows, Selection, Survey};
-use crate::store::{Copies, Copying, HeldFigures, HostArena, HostDemand, Incoming, Store};
-use crate::sync::lock;
+use crate::store::{
+    Copies, Copying, HeldFigures, HostArena, HostBudget, HostDemand, Incoming, Store,
+};
+use sublet_sync::sync::lock;
 
 /// The time that a pause waits for a chunk that is on its way, before it brings one in itself: the driver may have the chunk,
 /// and be busy with something else.
@@ -94,6 +96,25 @@ impl<D: Driver> HostMemory<D> {
             tracing::warn!(%error, is_pinned, "host memory is pinned as it was");
         }
         log
+    }
+
+    /// Refuses contents that end at `end_bytes` of host memory if that is not held, and `budget` does not give it. That is told how
+    /// much is held, in bytes.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::OutOfHostMemory`].
+    pub fn check_growth(
+        &self,
+        end_bytes: u64,
+        budget: &dyn Fn(u64) -> HostBudget,
+    ) -> PoolResult<()> {
+        let held = self.incoming.figures();
+        let wanted_bytes = held.wanted_bytes(end_bytes, false);
+        let grow_bytes = wanted_bytes.saturating_sub(held.chunk_bytes);
+        if grow_bytes == 0 {
+            return Ok(());
+        }
+        HostArena::<D>::check_budget(end_bytes, grow_bytes, budget(held.bytes()))
     }
 
     /// Is host memory held that may be idle? Waits for nothing.

@@ -10,7 +10,9 @@ mod accounts;
 mod blocks;
 mod copies;
 mod devices;
+mod front;
 mod holdings;
+mod homes;
 mod host_files;
 mod host_memory;
 mod plain;
@@ -18,33 +20,34 @@ mod questions;
 mod room;
 mod sharing;
 
-use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 pub use copies::{CopyPolicy, PieceBytes};
 pub use devices::Devices;
+pub use front::{Front, FrontView, NewMemory};
 pub use holdings::Holdings;
+pub use homes::frame_prop;
 pub use host_memory::HostMemory;
 pub use plain::{Native, Natives, PlainMemory};
 pub use questions::AwayByTag;
-pub(crate) use room::{Lender, Lenders};
-pub use sharing::{Borrowed, Export, ImportSource};
+pub use room::{Lender, Lenders};
+pub use sharing::{Borrowed, ImportSource};
 
 use crate::asking::Door;
 use crate::budget::Budget;
 use crate::deferred::{Deferred, Physical};
 use crate::driver::{
-    AccessDesc, AllocationProp, DeviceAddress, Driver, DriverCode, DriverError, DriverOp,
-    RawContext, VaRange,
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, DriverError,
+    DriverOp, RawContext, VaRange,
 };
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::{Gate, Pass, Passage};
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
-use crate::slabs::Slabs;
 use crate::waits::Waits;
-use crate::{AllocationId, VirtualHandle};
 
 /// The allocations of one registration with a device outside the driver's view. Dropped, it holds them in place for ever.
 #[must_use]
@@ -67,8 +70,8 @@ pub struct Pool<D: Driver> {
     devices: Arc<Devices<D>>,
     host_memory: HostMemory<D>,
     natives: Natives,
-    /// The table of small allocations that are parts of large ones.
-    slabs: Slabs,
+    /// The owner of what callers hold that is no row; none where they hold rows alone.
+    front: OnceLock<Arc<dyn Front<D>>>,
     pub(crate) deferred: Deferred<D>,
     waits: Waits<D>,
     gate: Gate,
@@ -80,7 +83,7 @@ pub struct Pool<D: Driver> {
     pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
     /// The lenders that give memory up if there is no room.
-    pub(crate) lenders: Lenders,
+    lenders: Lenders,
     /// The progress of the copies of a pause or resume under way.
     pub(crate) copied: Copied,
     /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
@@ -112,7 +115,7 @@ impl<D: Driver> Pool<D> {
             devices,
             host_memory,
             natives: Natives::new(Arc::clone(&budget)),
-            slabs: Slabs::default(),
+            front: OnceLock::new(),
             gate: Gate::default(),
             runs_without_some: AtomicBool::new(false),
             door: Door::default(),
@@ -177,13 +180,18 @@ impl<D: Driver> Pool<D> {
         &self.natives
     }
 
-    pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
-        self.holdings.ledger()
+    /// The lenders of device memory.
+    pub fn lenders(&self) -> &Lenders {
+        &self.lenders
     }
 
-    /// Small allocations that are parts of large ones.
-    pub fn slabs(&self) -> &Slabs {
-        &self.slabs
+    /// Driver objects that nobody needs any more, and that the driver would not take back.
+    pub fn deferred(&self) -> &Deferred<D> {
+        &self.deferred
+    }
+
+    pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.holdings.ledger()
     }
 
     /// The door of calls that ask the driver about work: shut while the process is frozen.
@@ -197,13 +205,13 @@ impl<D: Driver> Pool<D> {
     }
 
     /// Goes in for calls that touch memory or make new; waits as long as memory is away.
-    pub fn enter(&self) -> Entered<'_, D, Use> {
-        Entered { pool: self, pass: self.gate.pass(Passage::Use), kind: PhantomData }
+    pub fn enter(&self) -> Entered<'_, D> {
+        Entered(Inside { pool: self, pass: self.gate.pass(Passage::Use) })
     }
 
     /// Goes in for calls that give memory up or ask about it; waits only while a pause or resume is under way.
-    pub fn enter_giving_up(&self) -> Entered<'_, D, GiveUp> {
-        Entered { pool: self, pass: self.gate.pass(Passage::GiveUp), kind: PhantomData }
+    pub fn enter_giving_up(&self) -> Inside<'_, D> {
+        Inside { pool: self, pass: self.gate.pass(Passage::GiveUp) }
     }
 
     /// Gives memory back to the driver that the ledger has already forgotten. What the driver keeps is deferred.
@@ -233,37 +241,30 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-/// A call of the application's, past the gate: no pause or resume begins before it is dropped. What may be called is
-/// a method of it. Of the calling thread alone.
+/// A call of the application's, past the gate that is open, or shut behind memory that is away: then the ledger answers. No
+/// pause or resume begins before it is dropped. What may be called is a method of it. Of the calling thread alone.
 #[derive(Debug)]
 #[must_use = "dropping it leaves the gate"]
-pub struct Entered<'a, D: Driver, K: Kind> {
+pub struct Inside<'a, D: Driver> {
     pub(crate) pool: &'a Pool<D>,
     pass: Pass<'a>,
-    kind: PhantomData<K>,
 }
 
-/// Past a gate that is open: all memory is there that is not set aside.
-#[derive(Clone, Copy, Debug)]
-pub enum Use {}
+/// The same past a gate that is open: all memory is there that is not set aside.
+#[derive(Debug)]
+#[must_use = "dropping it leaves the gate"]
+pub struct Entered<'a, D: Driver>(Inside<'a, D>);
 
-/// Past a gate that is open, or shut behind memory that is away: then the ledger answers.
-#[derive(Clone, Copy, Debug)]
-pub enum GiveUp {}
+impl<'a, D: Driver> Deref for Entered<'a, D> {
+    type Target = Inside<'a, D>;
 
-/// [`Use`] or [`GiveUp`].
-pub trait Kind: sealed::Sealed {}
-
-impl Kind for Use {}
-impl Kind for GiveUp {}
-
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for super::Use {}
-    impl Sealed for super::GiveUp {}
+    #[inline]
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver> Inside<'_, D> {
     /// The end of a registration: a pause takes its memory again, where nothing else keeps it.
     pub fn unregister(&self, registered: &Registered) {
         self.pool.ledger().rows.unregister(&registered.0);
@@ -346,11 +347,18 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         Ok(())
     }
 
-    /// May `range` be given back to the driver as a reservation? Not while a mapping lives in it whose memory is
-    /// away, which the driver itself cannot see.
-    pub fn address_free_is_refused(&self, range: VaRange) -> bool {
+    /// Refuses to give `range` back to the driver as a reservation while a mapping lives in it whose memory is away, which
+    /// the driver itself cannot see.
+    ///
+    /// # Errors
+    /// [`PoolError::Driver`].
+    pub fn check_address_free(&self, range: VaRange) -> PoolResult<()> {
         let (starts, present) = self.pool.mapped_in(range);
-        present.len() < starts.len()
+        if present.len() == starts.len() {
+            return Ok(());
+        }
+        let refused = DriverError { op: DriverOp::AddressFree, code: DriverCode::INVALID_VALUE };
+        Err(refused).about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
     /// Is `address` in memory made by [`Entered::block_allocate`]?
@@ -360,7 +368,7 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
     }
 }
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Entered<'_, D> {
     /// For a call that has to wait for another process: goes out, waits until the gate is open, and is back inside. So
     /// a pause need not wait for it. Does nothing where the thread is inside more than once.
     pub fn step_aside(&self) {
@@ -382,24 +390,32 @@ impl<D: Driver> Entered<'_, D, Use> {
         class: Class,
     ) -> PoolResult<VirtualHandle> {
         let device = prop.location.as_device();
-        let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
-        let id = AllocationId::random().ok_or(no_id).about(
-            || "no randomness for an allocation's identity".to_owned(),
-            size_bytes,
-            device,
-        )?;
-        let charge = self.pool.budget.charge(device, size_bytes)?;
-        let raw = self.pool.driver.create(size_bytes, prop).about(
-            || "new allocation".to_owned(),
-            size_bytes,
-            device,
-        )?;
+        let id = new_id(size_bytes, device)?;
+        let mut physical = self.make(size_bytes, prop, || "new allocation".to_owned())?;
         let new = NewRow { id, size_bytes, prop: *prop, origin: Origin::Own, class };
-        let mut physical = Physical::new(raw, size_bytes, device).charged(charge);
         let mut ledger = self.pool.ledger();
         // Counting may have begun meanwhile, and has then passed over what the ledger did not have.
         physical.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
         Ok(ledger.rows.insert(new, physical))
+    }
+
+    /// Makes memory that is in no row yet.
+    ///
+    /// # Errors
+    /// [`PoolError::OverBudget`], [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemCreate`.
+    pub(crate) fn make(
+        &self,
+        size_bytes: u64,
+        prop: &AllocationProp,
+        what: impl FnOnce() -> String,
+    ) -> PoolResult<Physical> {
+        let (device, budget) = (prop.location.as_device(), &self.pool.budget);
+        let charge = budget.charge(device, size_bytes)?;
+        let raw = self.pool.driver.create(size_bytes, prop).about(what, size_bytes, device)?;
+        Ok(Physical::new(raw, size_bytes, device).charged(charge))
     }
 
     /// Maps the whole of `handle` at `range`.
@@ -466,8 +482,15 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 
     /// As [`Entered::pin`], for as long as a registration with such a device lasts: until it is given to
-    /// [`Entered::unregister`].
+    /// [`Inside::unregister`].
     pub fn register(&self, range: VaRange, reason: &'static str) -> Registered {
         Registered(self.pool.ledger().register(range, reason))
     }
+}
+
+/// An identity for a new allocation of so many bytes on `device`.
+fn new_id(size_bytes: u64, device: Option<DeviceOrdinal>) -> PoolResult<AllocationId> {
+    let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
+    let about = || "no randomness for an allocation's identity".to_owned();
+    AllocationId::random().ok_or(no_id).about(about, size_bytes, device)
 }

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use super::accounts::Reasons;
-use super::{Entered, Kind, Pool};
+use super::{Inside, Pool};
 use crate::budget::{Budget, Charge, Counted};
 use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, RawContext, VaRange};
 use crate::error::PoolError;
 use crate::ledger::Block;
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// A plain allocation that was left to the driver.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ impl PlainMemory {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Entered::plain_memory_ends`] or
+    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Inside::plain_memory_ends`] or
     /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
     /// No streams of ours are left in it either. No step of a pause or resume may be under way.
     ///
@@ -145,7 +145,7 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver> Inside<'_, D> {
     /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
     /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
     #[doc(alias = "cuCtxDestroy")]

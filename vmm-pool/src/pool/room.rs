@@ -12,7 +12,7 @@ use crate::driver::{DeviceOrdinal, Driver};
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// A holder of device memory that it can do without. Any thread may ask.
-pub(crate) trait Lender: Debug + Send + Sync {
+pub trait Lender: Debug + Send + Sync {
     /// Returns the bytes on the device that it can do without. They leave when work that is queued has ended. Bytes
     /// that it is to give already do not count.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
@@ -30,10 +30,11 @@ pub(crate) trait Lender: Debug + Send + Sync {
 
 /// All of a process. A leaf; those who have ended are forgotten.
 #[derive(Debug, Default)]
-pub(crate) struct Lenders(Mutex<Vec<Weak<dyn Lender>>>);
+pub struct Lenders(Mutex<Vec<Weak<dyn Lender>>>);
 
 impl Lenders {
-    pub(crate) fn add(&self, lender: Weak<dyn Lender>) {
+    /// One more, for as long as it lives.
+    pub fn add(&self, lender: Weak<dyn Lender>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|known| known.strong_count() > 0);
         all.push(lender);
@@ -45,7 +46,7 @@ impl Lenders {
     }
 
     /// Those with memory to spare on the device, who has most first, with how much it is.
-    pub(crate) fn on(&self, device: DeviceOrdinal) -> Vec<(u64, Arc<dyn Lender>)> {
+    pub fn on(&self, device: DeviceOrdinal) -> Vec<(u64, Arc<dyn Lender>)> {
         let all = self.all().into_iter();
         let mut found: Vec<_> = all.map(|lender| (lender.spare_bytes(device), lender)).collect();
         found.retain(|(spare_bytes, _)| *spare_bytes > 0);

@@ -3,25 +3,13 @@
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use super::{Entered, Kind, Pool, Use};
+use super::{Entered, Inside, Pool};
 use crate::deferred::Physical;
 use crate::driver::{AllocationProp, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
-use crate::ledger::{Class, Lease, NewRow, Origin, Sharing, TicketWatch};
-use crate::{AllocationId, PeerId, VirtualHandle};
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
+use crate::ledger::{Class, Export, Lease, NewRow, Origin, Sharing, TicketWatch};
 use sublet_driver::descriptors::UninheritedFd;
-
-/// The data that a ticket for an allocation must carry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Export {
-    /// Its identity.
-    pub id: AllocationId,
-    /// Its size.
-    pub size_bytes: u64,
-    /// The serial number of the ticket. Redeeming the ticket once, or closing it where it is watched, lets the memory
-    /// go that it holds. 0 for memory of another process, of which a ticket holds nothing.
-    pub serial: u64,
-}
 
 /// The facts that an importer knows of memory that another process owns.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +37,7 @@ impl From<OwnedFd> for Borrowed {
     }
 }
 
-impl<D: Driver> Entered<'_, D, Use> {
+impl<D: Driver> Entered<'_, D> {
     /// Makes `handle` importable by others, and counts one ticket. Memory stays alive until somebody
     /// has redeemed the ticket; one that is watched holds it until it is closed, as a descriptor of the driver's would
     /// ([`Entered::watch_ticket`]).
@@ -61,10 +49,9 @@ impl<D: Driver> Entered<'_, D, Use> {
     /// `cuMemExportToShareableHandle`, once an allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export(&self, handle: VirtualHandle) -> PoolResult<Export> {
-        let begun = self.pool.ledger().begin_export(handle)?;
-        let (id, size_bytes, serial) = (begun.id, begun.size_bytes, begun.serial);
-        let export = Export { id, size_bytes, serial };
-        let Some(raw) = begun.raw else {
+        let (export, raw) = self.pool.ledger().begin_export(handle)?;
+        let Export { id, size_bytes, serial, .. } = export;
+        let Some(raw) = raw else {
             return Ok(export);
         };
         let outcome = match self.pool.driver.export_fd(raw) {
@@ -163,7 +150,7 @@ impl<D: Driver> Entered<'_, D, Use> {
     }
 }
 
-impl<D: Driver, K: Kind> Entered<'_, D, K> {
+impl<D: Driver> Inside<'_, D> {
     /// Gives memory back that nothing held but tickets, all closed by now.
     ///
     /// # Driver calls
@@ -172,14 +159,6 @@ impl<D: Driver, K: Kind> Entered<'_, D, K> {
         let (spare, garbage) = self.pool.ledger().end_closed_tickets();
         drop(spare);
         self.pool.dispose_quietly(garbage);
-    }
-
-    /// The owner of an import, where `handle` is one; `None` for own memory.
-    ///
-    /// # Errors
-    /// [`PoolError::StaleHandle`].
-    pub fn import_owner(&self, handle: VirtualHandle) -> PoolResult<Option<PeerId>> {
-        Ok(self.pool.ledger().rows.find(handle)?.owner())
     }
 }
 

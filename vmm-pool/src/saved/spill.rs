@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::WriteOut;
-use crate::AllocationId;
 use crate::driver::Driver;
 use crate::error::PoolResult;
+use crate::ids::AllocationId;
 use crate::pool::HostMemory;
 use crate::store::{ALIGNMENT_BYTES, Extent, HostArena, Saved, Store};
 

@@ -15,9 +15,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::AllocationId;
 use crate::driver::Driver;
 use crate::error::PoolResult;
+use crate::ids::AllocationId;
 use crate::ledger::{Holding, Row};
 use crate::pool::{HostMemory, Pool};
 use crate::store::{ALIGNMENT_BYTES, ContentsFile, Located, SLOT_LENGTH, Saved, Writer};

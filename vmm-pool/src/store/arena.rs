@@ -15,8 +15,9 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crossbeam_channel::{Receiver, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 
 use super::chunk::{
     BringIn, CHUNK_BYTES, Chunk, Stop, missing_chunks, new_chunk, next_chunk_bytes,
@@ -29,6 +30,10 @@ use super::{HostBudget, Part, Saved, Store};
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
+
+/// The longest time that a step waits for a chunk that a thread brings in. The system clears a chunk in less than a second, or has to
+/// swap for it.
+const BROUGHT_WITHIN: Duration = Duration::from_mins(1);
 
 /// The contexts that a chunk is pinned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,7 +180,7 @@ impl<D: Driver> HostArena<D> {
     fn next_chunk(&self, end_bytes: u64) -> PoolResult<HeldChunk> {
         let mut end_bytes = end_bytes;
         if let Some((growth, growth_end_bytes)) = &self.growth {
-            if let Ok(chunk) = growth.recv() {
+            if let Some(chunk) = brought(growth, BROUGHT_WITHIN)? {
                 return Ok(HeldChunk::new(chunk));
             }
             end_bytes = end_bytes.max(*growth_end_bytes);
@@ -441,6 +446,20 @@ impl<D: Driver> HostArena<D> {
             }
         }
         Ok(all)
+    }
+}
+
+/// The next chunk that a thread brings in, within `limit`. None where the thread has ended.
+///
+/// # Errors
+/// [`PoolError::HostMemoryRefused`], which says that it took too long.
+fn brought(growth: &Receiver<Chunk>, limit: Duration) -> PoolResult<Option<Chunk>> {
+    match growth.recv_timeout(limit) {
+        Err(RecvTimeoutError::Timeout) => {
+            let late = format!("a chunk of it did not come in within {} s", limit.as_secs());
+            Err(memory_refused(CHUNK_BYTES)(io::Error::new(io::ErrorKind::TimedOut, late)))
+        }
+        chunk => Ok(chunk.ok()),
     }
 }
 

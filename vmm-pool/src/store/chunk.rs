@@ -154,7 +154,7 @@ pub(super) fn new_chunk(how: &BringIn, size_bytes: u64) -> io::Result<Chunk> {
 /// # Invariants
 /// 1. `map` is registered with the driver, zeros at first, and no part of it is handed out beyond a borrow.
 #[derive(Debug)]
-pub(crate) struct Pinned<D: Driver> {
+pub struct Pinned<D: Driver> {
     driver: Arc<D>,
     /// None once it has been given up.
     map: Option<MmapRaw>,
@@ -162,7 +162,13 @@ pub(crate) struct Pinned<D: Driver> {
 
 impl<D: Driver> Pinned<D> {
     /// So many bytes, for devices of all contexts. A context must be current on this thread.
-    pub(crate) fn new(driver: &Arc<D>, length: usize) -> PoolResult<Self> {
+    ///
+    /// # Errors
+    /// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`].
+    ///
+    /// # Driver calls
+    /// `cuMemHostRegister`.
+    pub fn new(driver: &Arc<D>, length: usize) -> PoolResult<Self> {
         let size_bytes = length as u64;
         let refused = |source| PoolError::HostMemoryRefused { size_bytes, source };
         let map = MmapOptions::new().len(length).populate().map_anon().map_err(refused)?;
@@ -182,7 +188,7 @@ impl<D: Driver> Pinned<D> {
     }
 
     /// A part of it as slots, as far as there are so many. No device may be writing there.
-    pub(crate) fn slots(&mut self, part: Range<usize>) -> &mut [PieceSlot] {
+    pub fn slots(&mut self, part: Range<usize>) -> &mut [PieceSlot] {
         let Some(map) = &self.map else { return &mut [] };
         let count = map.len() / size_of::<PieceSlot>();
         let end = part.end.min(count);
@@ -195,7 +201,7 @@ impl<D: Driver> Pinned<D> {
     }
 
     /// A device may be writing there still: it stays for good.
-    pub(crate) fn keep_for_good(mut self) {
+    pub fn keep_for_good(mut self) {
         if let Some(map) = self.map.take() {
             let _kept = std::mem::ManuallyDrop::new(map);
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::chunk::{CHUNK_BYTES, missing_chunks};
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// See the head of this module.
 #[derive(Debug, Default)]

@@ -12,8 +12,7 @@ mod ring;
 mod sums;
 
 pub(crate) use arena::{HostArena, Pins, bring_in};
-pub use chunk::CHUNK_BYTES;
-pub(crate) use chunk::Pinned;
+pub use chunk::{CHUNK_BYTES, Pinned};
 pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
 pub use disk::{check_file_dir, check_file_length};
 pub(crate) use incoming::{Coming, HeldFigures, Incoming, Used};

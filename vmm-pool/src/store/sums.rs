@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::sync::lock;
+use sublet_sync::sync::lock;
 
 /// The longest block.
 const BLOCK_BYTES: u64 = 2 << 20;

@@ -22,6 +22,7 @@ pub(crate) struct Transfer {
 }
 
 /// The pool and the streams with which one thread copies.
+#[derive(Debug)]
 pub(crate) struct Copier<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(crate) streams: DeviceStreams<'a, D>,

@@ -102,23 +102,21 @@ impl Origin for FromOffloaded {
 }
 
 mod sealed {
-    use crate::gate::Mode;
-
     pub trait Sealed {
         const IS_OPEN: bool;
     }
+}
 
-    impl Sealed for super::FromOpen {
-        const IS_OPEN: bool = true;
-    }
+impl sealed::Sealed for FromOpen {
+    const IS_OPEN: bool = true;
+}
 
-    impl Sealed for super::FromOffloaded {
-        const IS_OPEN: bool = false;
-    }
+impl sealed::Sealed for FromOffloaded {
+    const IS_OPEN: bool = false;
+}
 
-    pub(super) fn mode<W: Sealed>() -> Mode {
-        if W::IS_OPEN { Mode::Open } else { Mode::Offloaded }
-    }
+fn mode<W: sealed::Sealed>() -> Mode {
+    if W::IS_OPEN { Mode::Open } else { Mode::Offloaded }
 }
 
 /// A resume by tag of a process that runs: what is set aside of these.
@@ -227,7 +225,7 @@ impl<D: Driver> Keeper<D> {
         deadline: Instant,
         called_off: impl Fn() -> bool,
     ) -> Result<Shut<D, W>, Failed<Self, NotShut>> {
-        let wanted = sealed::mode::<W>();
+        let wanted = mode::<W>();
         match self.pool.gate().shut(deadline, called_off) {
             Err(inside) => Err(Failed::new(self, inside.into())),
             Ok(before) if before != wanted => {

@@ -20,11 +20,11 @@ use super::still::{Done, Failed, Quiesced, Still};
 use crate::driver::{DeviceOrdinal, Driver};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
+use crate::ids::{AllocationId, VirtualHandle};
 use crate::journal::StepLog;
 use crate::ledger::{After, Layout, Placed, Row, Rows, Selection, StayReason, Survey};
 use crate::pool::Pool;
 use crate::store::{Copies, HostArena, HostBudget, Pins, Schedule};
-use crate::{AllocationId, VirtualHandle};
 
 /// The places where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever
 /// order they come, and again where one has failed.

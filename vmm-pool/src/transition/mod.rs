@@ -23,9 +23,9 @@ mod coming;
 mod copier;
 mod draining;
 mod frozen;
+mod home;
 mod keeper;
 mod leaving;
-mod paging;
 mod queue;
 mod release;
 mod restore;
@@ -34,16 +34,14 @@ mod still;
 mod survey;
 
 pub use coming::{Arriving, Restored, Returning};
-pub(crate) use copier::{Copier, Transfer};
 pub use draining::{Activity, DrainError, Draining};
 pub use frozen::{Frozen, NotFrozen};
+pub use home::HomeCopies;
 pub use keeper::{Aside, Away, FromOffloaded, FromOpen, Keeper, NotShut, Origin, Shut};
 pub use leaving::{Departing, Leaving, Prepared, Undone};
-pub(crate) use paging::{frame_access, frame_prop};
 pub use queue::{ByDevice, Left, Moved};
 pub use restore::ImportRequest;
-pub(crate) use still::StillChunk;
-pub use still::{Done, Failed, Quiesced};
+pub use still::{Done, Failed, Quiesced, StillChunk};
 
 #[cfg(test)]
 mod tests;

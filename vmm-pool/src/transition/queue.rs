@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::VirtualHandle;
 use crate::driver::DeviceOrdinal;
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::Row;
 

@@ -6,10 +6,10 @@
 use std::collections::VecDeque;
 
 use super::still::Still;
-use crate::VirtualHandle;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, Driver, RawHandle, VaRange};
 use crate::error::{Describe, PoolResult};
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::{Presence, Remount, Row, Rows};
 use crate::store::{Store, Used};

@@ -14,11 +14,11 @@ use crate::copies::Way;
 use crate::deferred::Physical;
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, DriverCode};
 use crate::error::{Describe, PoolError, PoolResult};
+use crate::ids::{AllocationId, PeerId, VirtualHandle};
 use crate::journal::StepLog;
 use crate::ledger::{Mapping, Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
 use crate::store::Store;
-use crate::{AllocationId, PeerId, VirtualHandle};
 use sublet_driver::descriptors::UninheritedFd;
 
 /// Allocations to fetch again from one owner.

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::keeper::Keeper;
 use super::leaving::Undone;
-use crate::VirtualHandle;
 use crate::driver::{Driver, RawEvent, VaRange};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::gate::Mode;
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Selection, Survey};
-use crate::pool::{Entered, Pool, Right, Use};
+use crate::pool::{Entered, Pool, Right};
 use crate::store::HostDemand;
 
 /// The gate is shut, and what has begun behind it is not over. Dropping it undoes that and puts the gate where it was.
@@ -274,9 +274,10 @@ impl<'a, D: Driver> Still<'a, D> {
     }
 }
 
-/// The same of one chunk of a window, while the process runs. No pause or resume moves it meanwhile: its maker is past the
+/// The proof that nothing of the application's touches one chunk of memory with a home, while the process runs. No pause or resume moves it meanwhile: its maker is past the
 /// gate. Its methods are about this chunk alone.
-pub(crate) struct StillChunk<'a, D: Driver> {
+#[derive(Debug)]
+pub struct StillChunk<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
     pub(super) row: VirtualHandle,
     /// The addresses of its home.
@@ -293,8 +294,8 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     ///
     /// # Driver calls
     /// `cuEventQuery` for each.
-    pub(crate) fn of(
-        entered: &'a Entered<'_, D, Use>,
+    pub fn of(
+        entered: &'a Entered<'_, D>,
         row: VirtualHandle,
         uses: &[RawEvent],
     ) -> PoolResult<Option<Self>> {
@@ -310,7 +311,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
     }
 
     /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
-    pub(crate) fn away(entered: &'a Entered<'_, D, Use>, row: VirtualHandle) -> Option<Self> {
+    pub fn away(entered: &'a Entered<'_, D>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
         let range = pool.ledger().home_of(row, Row::is_set_aside)?;
         Some(Self { pool, row, range })

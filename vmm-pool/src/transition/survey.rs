@@ -7,12 +7,12 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::still::Still;
-use crate::VirtualHandle;
 use crate::copies::{CopyStreams, DeviceStreams};
 use crate::driver::{
     DeviceAddress, DeviceOrdinal, Driver, Fingerprint, PieceSlot, RawStream, VaRange, WORD_BYTES,
 };
 use crate::error::PoolResult;
+use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Survey};
 use crate::store::{Pinned, Prints};

@@ -4,8 +4,10 @@ use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Class, Contents, SavedError, Selection, Tags, Whose};
 
-use crate::stage::{DEVICE, SimPool, UNIT, UNLIMITED, create, holds, map, pattern, pool, write};
-use crate::tags::{pause_tags, resume_tags};
+use crate::stage::{
+    DEVICE, SimPool, UNIT, UNLIMITED, create, holds, map, pattern, pause_tags, pool, resume_tags,
+    write,
+};
 
 const CHUNK: u64 = 256 << 20;
 

@@ -6,9 +6,8 @@ use vmm_pool::{Class, Contents, PoolResult, StepLog, VirtualHandle};
 
 use crate::stage::{
     SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes, holds, kept, map,
-    node, pattern, pause, pool, resume, write,
+    node, pattern, pause, pause_tags, pool, resume, resume_tags, write,
 };
-use crate::tags::{pause_tags, resume_tags};
 
 const DEVICES: i32 = 4;
 /// Memory of a device in these tests.

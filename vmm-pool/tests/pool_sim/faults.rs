@@ -3,15 +3,15 @@
 
 use std::time::{Duration, Instant};
 
+use sublet_pager::{In, Pager};
 use vmm_pool::driver::sim::{FaultSpan, SimDriver};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver as _, DriverCode, DriverOp,
     RawStream, VaRange,
 };
-use vmm_pool::paging::{In, Pager};
 use vmm_pool::{Contents, Failed, FromOpen, PoolError, PoolResult, StepLog, VirtualHandle};
 
-use crate::paging::program::{pager, unlimited};
+use crate::paged::{pager, unlimited};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, end_streams,
     free_bytes, holds, import_again, kept, map, node, pattern, pool, share, write,

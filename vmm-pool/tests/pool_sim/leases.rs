@@ -121,7 +121,13 @@ fn nothing_is_lent_by_a_frozen_pool_and_what_is_lent_is_among_its_references() {
     assert!(is_frozen(&lender));
     let id = lender.holdings().references(&WHOLE).lent;
     assert_eq!(id.keys().copied().collect::<Vec<_>>(), [BORROWER]);
-    let export = Export { id: vmm_pool::AllocationId([1; 16]), size_bytes: UNIT, serial: 0 };
+    let export = Export {
+        id: vmm_pool::AllocationId([1; 16]),
+        size_bytes: UNIT,
+        serial: 0,
+        owner: None,
+        part: None,
+    };
     let refused = lender.lend(export.id, 0, lease().1);
     assert!(matches!(refused, Err(PoolError::Frozen)), "{refused:?}");
     lender.holdings().thaw();

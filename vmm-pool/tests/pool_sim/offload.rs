@@ -8,9 +8,10 @@ use vmm_pool::{Contents, CopiedBytes, HostBudget, PoolError};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, UNIT, UNLIMITED, WHOLE, class, create, end_streams, free_bytes,
-    holds, import_again, kept, map, node, pattern, pause, pool, resume, share, write,
+    holds, import_again, kept, map, node, pattern, pause, pause_tags, pool, resume, resume_tags,
+    share, write,
 };
-use crate::tags::{filled, pause_tags, resume_tags, tagged};
+use crate::tags::{filled, tagged};
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
 

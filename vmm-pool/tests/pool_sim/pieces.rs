@@ -10,9 +10,9 @@ use vmm_pool::{
 };
 
 use crate::stage::{
-    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, map, pattern, pool, resume, write,
+    DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, create, holds, map, pattern, pool, resume,
+    resume_tags, write,
 };
-use crate::tags::resume_tags;
 
 const CHUNK: u64 = 256 << 20;
 const PIECE: u64 = 64 << 10;

@@ -73,7 +73,7 @@ impl SimPool {
     ) -> Self {
         // Its keeper goes back to the pool, which gives it to whatever begins.
         let (pool, _) = Pool::new(driver, toucher_threads, own_contexts);
-        Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
+        Self::of(pool)
     }
 
     /// Another hand on the same pool.
@@ -495,7 +495,7 @@ impl SimPool {
     }
 
     pub(crate) fn address_free_is_refused(&self, range: VaRange) -> bool {
-        self.pool.enter_giving_up().address_free_is_refused(range)
+        self.pool.enter_giving_up().check_address_free(range).is_err()
     }
 
     pub(crate) fn range_of(&self, address: DeviceAddress) -> Option<VaRange> {

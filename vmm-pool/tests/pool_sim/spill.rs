@@ -3,17 +3,17 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+use sublet_pager::Pager;
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode};
 use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream, VaRange};
-use vmm_pool::paging::Pager;
 use vmm_pool::{Class, Contents, PoolError, SavedError, Spilled, Stance};
 
-use crate::paging::program::{pager, unlimited};
+use crate::paged::{pager, unlimited};
 use crate::stage::{
-    DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pool,
-    resume, write,
+    DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pause_tags,
+    pool, resume, resume_tags, write,
 };
-use crate::tags::{pause_tags, resume_tags, tagged};
+use crate::tags::tagged;
 
 const CHUNK: u64 = 256 << 20;
 /// Two of these are more than one chunk holds.

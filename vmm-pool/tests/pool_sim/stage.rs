@@ -10,7 +10,7 @@ use vmm_pool::driver::{
 };
 use vmm_pool::{
     AllocationId, Class, Contents, HostBudget, ImportSource, Native, PeerId, Pool, PoolError,
-    PoolResult, Selection, StepLog, VirtualHandle,
+    PoolResult, Selection, StepLog, Tags, VirtualHandle, Whose,
 };
 
 /// A pause and a resume of everything.
@@ -127,11 +127,6 @@ pub(crate) fn holds(
     pool.driver().core().device_holds(device, range, &bytes.repeat(256)).expect("a readable range")
 }
 
-/// Is there nothing that anybody wrote in `range`, which is the beginning of an allocation?
-pub(crate) fn is_clear(pool: &SimPool, device: DeviceOrdinal, range: VaRange) -> bool {
-    pool.driver().core().is_clear(device, range).expect("a readable range")
-}
-
 /// Makes `importer` hold `handle` of `owner`, as through a ticket, and returns its handle there.
 pub(crate) fn share(
     owner: &SimPool,
@@ -232,4 +227,33 @@ pub(crate) fn native(
     counted: Counted,
 ) -> Native {
     Native { size_bytes, device, context, reason: "small", counted }
+}
+
+pub(crate) fn names(tags: &[&str]) -> Tags {
+    Tags::Named(tags.iter().map(|tag| (*tag).to_owned()).collect::<std::collections::BTreeSet<_>>())
+}
+
+pub(crate) fn pause_tags(pool: &SimPool, tags: &[&str]) {
+    pause_selected(pool, &Selection::Tagged(names(tags), Whose::Everybody));
+}
+
+pub(crate) fn pause_selected(pool: &SimPool, selection: &Selection) {
+    pool.save(selection, UNLIMITED).expect("saved");
+    let log = pool.release_selected().expect("released");
+    assert_eq!(log.notes, [""; 0]);
+}
+
+pub(crate) fn resume_selected(pool: &SimPool, selection: &Selection) {
+    pool.create_own(selection).expect("memory");
+    pool.restore_own(usize::MAX).expect("contents");
+    drop(pool.commit_resume());
+}
+
+pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
+    resume_selected(pool, &selected(tags));
+}
+
+/// What is set aside of these tags.
+pub(crate) fn selected(tags: &[&str]) -> Selection {
+    Selection::SetAside(names(tags), Whose::Everybody)
 }

@@ -1,7 +1,5 @@
 //! Pauses and resumes by tag of a process that runs on.
 
-use std::collections::BTreeSet;
-
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{
@@ -11,7 +9,8 @@ use vmm_pool::{
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, OWNER, SimPool, UNIT, UNLIMITED, WHOLE, create, free_bytes,
-    holds, import_again, kept, map, node, pattern, pause, pool, reserve, resume, share, write,
+    holds, import_again, kept, map, names, node, pattern, pause, pause_selected, pause_tags, pool,
+    reserve, resume, resume_selected, resume_tags, selected, share, write,
 };
 
 const RW: fn(vmm_pool::driver::DeviceOrdinal) -> AccessDesc = AccessDesc::read_write;
@@ -20,41 +19,12 @@ pub(crate) fn tagged(tag: &str, contents: Contents) -> Class {
     Class { library: "test", tag: tag.to_owned(), contents }
 }
 
-fn names(tags: &[&str]) -> Tags {
-    Tags::Named(tags.iter().map(|tag| (*tag).to_owned()).collect::<BTreeSet<_>>())
-}
-
 /// Memory of `units` under `class`, filled.
 pub(crate) fn filled(pool: &SimPool, units: u64, class: Class, seed: u64) -> VaRange {
     let handle = create(pool, DEVICE, units, class);
     let range = map(pool, handle, units * UNIT, &[RW(DEVICE)]);
     write(pool, DEVICE, range, pattern(seed));
     range
-}
-
-pub(crate) fn pause_tags(pool: &SimPool, tags: &[&str]) {
-    pause_selected(pool, &Selection::Tagged(names(tags), Whose::Everybody));
-}
-
-fn pause_selected(pool: &SimPool, selection: &Selection) {
-    pool.save(selection, UNLIMITED).expect("saved");
-    let log = pool.release_selected().expect("released");
-    assert_eq!(log.notes, [""; 0]);
-}
-
-fn resume_selected(pool: &SimPool, selection: &Selection) {
-    pool.create_own(selection).expect("memory");
-    pool.restore_own(usize::MAX).expect("contents");
-    drop(pool.commit_resume());
-}
-
-pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
-    resume_selected(pool, &selected(tags));
-}
-
-/// What is set aside of these tags.
-pub(crate) fn selected(tags: &[&str]) -> Selection {
-    Selection::SetAside(names(tags), Whose::Everybody)
 }
 
 #[test]

@@ -25,8 +25,8 @@ struct Order {
 const ORDERS: [Order; 3] = [
     Order {
         folder: "vmm-pool/src",
-        modules: "asking gate lib support ids error report journal budget \
-            deferred waits store copies ledger slabs pool cells prefault saved transition paging",
+        modules: "driver asking gate lib support ids error report journal budget \
+            deferred waits store copies ledger pool prefault saved transition",
     },
     Order {
         folder: "tenants/protocol/src",

@@ -9,8 +9,8 @@ use nix::sys::stat::{SFlag, fstat};
 use vmm_pool::driver::Driver;
 use vmm_pool::sync::lock;
 use vmm_pool::{
-    AllocationId, Borrowed, Class, Contents, Entered, ImportSource, PoolError, Returning, Step,
-    StepLog, Use, VirtualHandle,
+    AllocationId, Borrowed, Class, Contents, Entered, Export, ImportSource, PoolError, Returning,
+    Step, StepLog, VirtualHandle,
 };
 
 use super::Sharing;
@@ -171,11 +171,11 @@ impl<D: Driver> Sharing<D> {
     /// The error of the pool or of the system.
     pub fn issue_ticket(
         &self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         handle: VirtualHandle,
     ) -> Result<OwnedFd, ImportError> {
-        let (export, part) = entered.cells().export_cell(handle)?;
-        let owner = entered.cells().cell_owner(handle)?.map_or(self.presence.id(), MemberId::from);
+        let export = entered.pool().front().export(entered, handle)?;
+        let owner = export.owner.map_or(self.presence.id(), MemberId::from);
         // A process that redeems a ticket for borrowed memory asks its owner.
         let tenant = self.sharers.lender(owner).unwrap_or_else(|| self.presence.tenant().clone());
         let ticket = Ticket {
@@ -184,7 +184,7 @@ impl<D: Driver> Sharing<D> {
             size_bytes: export.size_bytes,
             owner,
             tenant,
-            part,
+            part: export.part,
         };
         let fd = ticket.issue().map_err(|source| {
             entered.take_ticket_back(&export);
@@ -207,17 +207,20 @@ impl<D: Driver> Sharing<D> {
     /// [`ImportError`].
     pub fn redeem_ticket(
         &self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         ticket: &Ticket,
         library: &'static str,
     ) -> Result<VirtualHandle, ImportError> {
         let Ticket { allocation, serial, owner, part, .. } = *ticket;
+        let front = entered.pool().front();
         let is_borrowed = ticket.tenant != *self.presence.tenant();
         if is_borrowed {
             self.sharers.approach(owner, &ticket.tenant)?;
         }
         let is_own = owner == self.presence.id();
-        if let Some(handle) = entered.cells().import_held_cell(allocation, serial, part)? {
+        let (owned_by, size_bytes) = (Some(owner.into()), ticket.size_bytes);
+        let of = Export { id: allocation, size_bytes, serial, owner: owned_by, part };
+        if let Some(handle) = front.import_held(entered, &of)? {
             // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
             if is_own || serial == 0 {
                 return Ok(handle);
@@ -230,7 +233,7 @@ impl<D: Driver> Sharing<D> {
                 return Ok(handle);
             }
             // The ticket is good still, and would hold the memory for ever if this were a success.
-            entered.cells().release_cell(handle)?;
+            front.release(entered, handle)?;
             return Err(error);
         }
         if is_own {
@@ -241,9 +244,8 @@ impl<D: Driver> Sharing<D> {
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
-        let source =
-            ImportSource { id: allocation, size_bytes: ticket.size_bytes, owner: owner.into() };
-        Ok(entered.cells().import_cell(source, lent, class, part)?)
+        let source = ImportSource { id: allocation, size_bytes, owner: owner.into() };
+        Ok(front.import(entered, source, lent, class, part)?)
     }
 
     /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
@@ -251,7 +253,7 @@ impl<D: Driver> Sharing<D> {
     /// directory has gone, it waits until both have their names again, or had the time.
     fn redeem_from(
         &self,
-        entered: &Entered<'_, D, Use>,
+        entered: &Entered<'_, D>,
         owner: MemberId,
         id: AllocationId,
         serial: u64,

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{Block, Row};
-use super::{Mapping, Presence};
+use super::super::row::Row;
+use super::{Block, Mapping, Presence};
 use crate::driver::{AccessDesc, DeviceAddress, RawContext, VaRange};
 
 /// See the head of this module. Each mapping has its row, so the ledger alone adds and removes them.

@@ -22,7 +22,7 @@ fn numbers(descriptors: &[OwnedFd]) -> Vec<RawFd> {
 /// Memory that [`PEER`] has imported, its application's reference, and no mapping.
 fn shared(ledger: &mut Ledger, number: u8) -> VirtualHandle {
     let handle = insert(ledger, number);
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     let (fd, row) = ledger.redeemed(id(number), serial, by_peer).unwrap();
     assert!(fd.is_none() && row.is_none());
     handle
@@ -32,7 +32,7 @@ fn shared(ledger: &mut Ledger, number: u8) -> VirtualHandle {
 fn a_descriptor_is_kept_or_comes_out() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     let ((first, _), (second, kept), (third, refused)) = (descriptor(), descriptor(), descriptor());
     assert!(ledger.rows.keep_export(id(1), first).is_none());
     let replaced = ledger.rows.keep_export(id(1), second).expect("another thread's");
@@ -40,8 +40,8 @@ fn a_descriptor_is_kept_or_comes_out() {
     let nobodys = ledger.rows.keep_export(id(9), third).expect("there is no such memory");
     assert_eq!(nobodys.as_raw_fd(), refused);
     // With the last ticket it goes.
-    let other = ledger.begin_export(handle).unwrap();
-    assert!(other.raw.is_none(), "one is kept already");
+    let (other, other_raw) = ledger.begin_export(handle).unwrap();
+    assert!(other_raw.is_none(), "one is kept already");
     assert!(ledger.redeemed(id(1), serial, by_peer).unwrap().0.is_none());
     let (last, row) = ledger.redeemed(id(1), other.serial, by_peer).unwrap();
     assert_eq!(last.map(|fd| fd.as_raw_fd()), Some(kept));
@@ -52,7 +52,7 @@ fn a_descriptor_is_kept_or_comes_out() {
 fn a_pause_that_has_begun_meanwhile_knows_of_no_further_importer() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     ledger.freeze();
     assert!(matches!(ledger.redeemed(id(1), serial, by_peer), Err(PoolError::Frozen)));
     assert!(ledger.rows.get(handle).unwrap().sharing().importers().is_empty());
@@ -150,7 +150,7 @@ fn what_its_application_freed_while_it_was_away_goes_when_its_importers_have_it(
 fn a_descriptor_that_a_ticket_needs_is_not_spare() {
     let mut ledger = Ledger::default();
     let handle = insert(&mut ledger, 1);
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     let (fd, number) = descriptor();
     assert!(ledger.rows.keep_export(id(1), fd).is_none());
     assert!(ledger.rows.take_spare_exports().is_empty());
@@ -189,7 +189,7 @@ fn insert_many(ledger: &mut Ledger, count: u64) -> Vec<AllocationId> {
 
 fn issue(ledger: &mut Ledger, id: AllocationId, null: &File) {
     let handle = ledger.rows.by_id(id).unwrap().handle();
-    let serial = ledger.begin_export(handle).unwrap().serial;
+    let serial = ledger.begin_export(handle).unwrap().0.serial;
     drop(ledger.watch_ticket(id, serial, open_ticket(null)));
 }
 

@@ -55,3 +55,15 @@ fn what_two_devices_use_one_after_the_other_is_pinned_for_both() {
     arena.pin_again(log, second).unwrap();
     assert_eq!(pins(&arena), [second]);
 }
+
+#[test]
+fn a_thread_that_brings_nothing_in_is_waited_for_until_a_deadline() {
+    let (give, growth) = bounded(1);
+    let late = brought(&growth, Duration::from_millis(1)).unwrap_err();
+    assert!(
+        matches!(&late, PoolError::HostMemoryRefused { source, .. } if source.kind() == io::ErrorKind::TimedOut),
+        "{late}"
+    );
+    drop::<crossbeam_channel::Sender<Chunk>>(give);
+    assert!(brought(&growth, BROUGHT_WITHIN).unwrap().is_none(), "it has ended");
+}

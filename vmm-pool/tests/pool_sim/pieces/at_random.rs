@@ -8,9 +8,9 @@ use vmm_pool::{Contents, HostBudget, PieceBytes, Registered};
 
 use super::{CHUNK, memory, save, tagged};
 use crate::stage::{
-    DEVICE, SimPool, UNLIMITED, WHOLE, end_streams, holds, pattern, pause, pool, resume, write,
+    DEVICE, SimPool, UNLIMITED, WHOLE, end_streams, holds, pattern, pause, pool, resume,
+    resume_tags, write,
 };
-use crate::tags::resume_tags;
 
 /// Memory whose pieces a test changes at will, and what they must hold.
 struct Changing {

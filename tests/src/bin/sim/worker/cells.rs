@@ -4,11 +4,12 @@
 use std::sync::Arc;
 
 use fastrand::Rng;
+use sublet_suballoc::Slabs;
 use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::GRANULARITY_BYTES;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::gate::Passage;
-use vmm_pool::{Class, Contents, LIBRARY_TAGS, PoolError, PoolReport, VirtualHandle};
+use vmm_pool::{Class, Contents, LIBRARY_TAGS, NewMemory, PoolError, PoolReport, VirtualHandle};
 
 use super::calls::{device_refused, fired, insist, judged};
 use super::memory::Paint;
@@ -32,6 +33,7 @@ fn class() -> Class {
 /// See the head of this module.
 pub(super) struct Cells {
     member: Arc<Sim>,
+    slabs: Arc<Slabs>,
     random: Rng,
     devices: Vec<DeviceOrdinal>,
     list: Vec<Cell>,
@@ -52,10 +54,12 @@ impl Cells {
     pub(super) fn new(member: Arc<Sim>, charter: &Charter) -> Self {
         let mut random = Rng::with_seed(charter.seed ^ 0xce11);
         let is_used = charter.is_keeper && random.bool();
-        member.pool().slabs().use_slabs(random.u8(..4) > 0);
+        let slabs = Arc::<Slabs>::default();
+        slabs.use_slabs(random.u8(..4) > 0);
+        member.pool().set_front(Arc::clone(&slabs) as _);
         let devices = charter.devices.iter().map(|device| DeviceOrdinal(*device)).collect();
         let number = charter.number;
-        Self { member, random, devices, list: Vec::new(), number, patterns: 0, is_used }
+        Self { member, slabs, random, devices, list: Vec::new(), number, patterns: 0, is_used }
     }
 
     pub(super) fn wants_a_change(&mut self) -> bool {
@@ -72,8 +76,7 @@ impl Cells {
             (10, Some(index)) => self.rewrite(index).map(|()| true),
             (11, _) => {
                 // As a library that is loaded again with another setting: those that are stay as they are.
-                let pool = self.member.pool();
-                pool.slabs().use_slabs(!pool.slabs().uses_slabs());
+                self.slabs.use_slabs(!self.slabs.uses_slabs());
                 Ok(true)
             }
             _ => Ok(true),
@@ -83,7 +86,8 @@ impl Cells {
     fn create(&self, bytes: u64, device: DeviceOrdinal) -> Outcome<Option<VirtualHandle>> {
         let before = fired(&self.member);
         let prop = AllocationProp::pinned_on(device);
-        let made = self.member.pool().enter().cells().create_cell(bytes, &prop, class());
+        let new = NewMemory { size_bytes: bytes, prop, class: class(), is_alone: false };
+        let made = self.member.pool().front().create(&self.member.pool().enter(), new);
         judged(&self.member, before, made)
     }
 
@@ -103,7 +107,8 @@ impl Cells {
     /// Its own, or the driver's.
     fn addresses(&self, bytes: u64) -> Outcome<VaRange> {
         let pool = self.member.pool();
-        let own = pool.enter().cells().take_addresses(bytes, GRANULARITY_BYTES, LIBRARY_TAGS[0]);
+        let own =
+            pool.front().take_addresses(&pool.enter(), bytes, GRANULARITY_BYTES, LIBRARY_TAGS[0]);
         let of_driver = || pool.driver().core().reserve(bytes, 0, DeviceAddress(0));
         let start = own.map_or_else(of_driver, Ok).map_err(device_refused)?;
         Ok(VaRange::new(start, bytes))
@@ -118,14 +123,14 @@ impl Cells {
     ) -> Outcome<bool> {
         let pool = Arc::clone(self.member.pool());
         let before = fired(&self.member);
-        let mapped = pool.enter().cells().map_cell(range, 0, handle);
+        let mapped = pool.front().map(&pool.enter(), range, 0, handle);
         if judged(&self.member, before, mapped)?.is_none() {
             self.release(handle)?;
             self.free_addresses(range)?;
             return Ok(false);
         }
         let access = [AccessDesc::read_write(device)];
-        let allowed = pool.enter().cells().set_cell_access(range, &access);
+        let allowed = pool.front().set_access(&pool.enter(), range, &access);
         if judged(&self.member, before, allowed)?.is_none() {
             self.give_up(Cell { handle, range, device, pattern: 0 })?;
             return Ok(false);
@@ -163,7 +168,7 @@ impl Cells {
         // As NCCL does, which keeps addresses alone.
         let pool = member.pool();
         let before = fired(&member);
-        let retained = pool.enter_giving_up().cells().retain_cell_at(cell.range.start);
+        let retained = pool.front().retain_at(&pool.enter_giving_up(), cell.range.start);
         if let Some(handle) = judged(&member, before, retained)? {
             self.release(handle)?;
         }
@@ -175,7 +180,7 @@ impl Cells {
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::Use);
         let Cell { handle, range, device, .. } = self.list.swap_remove(index);
-        insist(&member, || member.pool().enter_giving_up().cells().unmap_cells(range))?;
+        insist(&member, || member.pool().front().unmap(&member.pool().enter_giving_up(), range))?;
         self.release(handle)?;
         let Some(handle) = self.create(range.size_bytes, device)? else {
             self.free_addresses(range)?;
@@ -186,21 +191,22 @@ impl Cells {
 
     fn give_up(&self, cell: Cell) -> Outcome {
         let pool = self.member.pool();
-        insist(&self.member, || pool.enter_giving_up().cells().unmap_cells(cell.range))?;
+        insist(&self.member, || pool.front().unmap(&pool.enter_giving_up(), cell.range))?;
         self.release(cell.handle)?;
         self.free_addresses(cell.range)
     }
 
     fn release(&self, handle: VirtualHandle) -> Outcome {
         let before = fired(&self.member);
-        let released = self.member.pool().enter_giving_up().cells().release_cell(handle);
+        let released =
+            self.member.pool().front().release(&self.member.pool().enter_giving_up(), handle);
         judged(&self.member, before, released).map(drop)
     }
 
     fn free_addresses(&self, range: VaRange) -> Outcome {
         let pool = self.member.pool();
         let before = fired(&self.member);
-        match pool.enter_giving_up().cells().free_cell_addresses(range) {
+        match pool.front().free_addresses(&pool.enter_giving_up(), range) {
             Err(PoolError::NotOurs) => {
                 pool.driver().core().free_addresses(range).map_err(device_refused)
             }

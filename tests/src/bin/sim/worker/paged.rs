@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use sublet_pager::{In, PageError, PageReport, PageResult, Pager, WindowSize};
 use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, StreamKind};
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver as _, RawEvent, RawStream, VaRange};
-use vmm_pool::paging::{In, PageError, PageReport, PageResult, Pager, WindowSize};
 use vmm_pool::{DeviceReport, PoolError, PoolReport};
 
 use crate::tally::{Counts, Tally};

@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use sublet_pager::In;
 use sublet_tests::{Outcome, Trouble};
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, RawStream};
 use vmm_pool::gate::Passage;
-use vmm_pool::paging::In;
 
 use crate::worker::calls::device_refused;
 use crate::worker::memory::{self, Paint};

@@ -1,0 +1,225 @@
+//! The place of a chunk for callers: one state, one transition function.
+//!
+//! ```text
+//!          Framed           Filled         LeftSlot, when it is full
+//!   Away --------> Coming --------> Filling ---------> Coming
+//!    ^ ^             | |
+//!    | '---Failed----' '--Came--> Here
+//!    |
+//!    |        Claimed             Copied            Over
+//!    |  Here ---------> Claimed ---------> Saving --------> Here
+//!    |                    | |
+//!    '--------Left--------' '--Kept--> Here
+//! ```
+//!
+//! Windows where uses are looked for fill a chunk at addresses of the pager's own, and map it when it is full. Others map it, and fill it
+//! where it is.
+
+use std::sync::Arc;
+
+use crate::marks::Mark;
+
+/// The place of one chunk.
+#[derive(Debug, Default)]
+pub(super) enum ChunkState {
+    /// Its row is offloaded and set aside.
+    #[default]
+    Away,
+    /// It has a frame, which is about to be mapped.
+    Coming,
+    /// It is at the addresses for copies of this number, and full when the copy is over.
+    Filling { slot: usize, copy: Option<Arc<Mark>> },
+    /// It is mapped, and its contents are there when the copy is over.
+    Here(Option<Arc<Mark>>),
+    /// It is mapped, and is copied out, or its device is asked.
+    Saving(Out),
+    /// It is out of use: a copy out is about to begin, or its frame is about to be taken.
+    Claimed,
+}
+
+/// A copy out of a chunk, or a question whether it is as its copy.
+#[derive(Debug)]
+pub(crate) struct Out {
+    /// Those that are not known to be over, of the copy and the question.
+    pub(super) marks: Vec<Arc<Mark>>,
+    /// The version that it is about.
+    pub(super) version: u64,
+    /// The number of the question for fingerprints.
+    pub(super) question: Option<usize>,
+    pub(super) is_copy: bool,
+}
+
+/// A change in the place of a chunk.
+#[derive(Debug)]
+pub(crate) enum ChunkEvent {
+    /// It is given a frame.
+    Framed,
+    /// Its contents are there when `copy` is over, at the addresses for copies of this number; with none they are there.
+    Filled { slot: usize, copy: Option<Arc<Mark>> },
+    /// It is at the addresses for copies no more.
+    LeftSlot,
+    /// It is mapped, and its contents are there when the event is over; with none they are there.
+    Came(Option<Arc<Mark>>),
+    /// It does not come.
+    Failed,
+    /// It is taken out of use.
+    Claimed,
+    /// A copy of it has begun, or a question.
+    Copied(Out),
+    /// It is in use again.
+    Kept,
+    /// The copy that was under way is over, or the question.
+    Over,
+    /// Its frame is taken.
+    Left,
+}
+
+impl ChunkState {
+    /// The state after `event`, with what was under way of a copy out that is over.
+    ///
+    /// # Errors
+    /// The state, as it was, which does not have that event.
+    pub(super) fn next(self, event: ChunkEvent) -> Result<(Self, Option<Out>), Self> {
+        Ok(match (self, event) {
+            (Self::Away, ChunkEvent::Framed)
+            | (Self::Filling { copy: None, .. }, ChunkEvent::LeftSlot) => (Self::Coming, None),
+            (Self::Coming, ChunkEvent::Filled { slot, copy }) => {
+                (Self::Filling { slot, copy }, None)
+            }
+            (Self::Filling { slot, .. }, ChunkEvent::Over) => {
+                (Self::Filling { slot, copy: None }, None)
+            }
+            (Self::Coming, ChunkEvent::Came(copy)) => (Self::Here(copy), None),
+            (Self::Here(_), ChunkEvent::Over) | (Self::Claimed, ChunkEvent::Kept) => {
+                (Self::Here(None), None)
+            }
+            (Self::Here(None), ChunkEvent::Claimed) => (Self::Claimed, None),
+            (Self::Claimed, ChunkEvent::Copied(out)) => (Self::Saving(out), None),
+            (Self::Saving(out), ChunkEvent::Over) => (Self::Here(None), Some(out)),
+            (Self::Coming, ChunkEvent::Failed) | (Self::Claimed, ChunkEvent::Left) => {
+                (Self::Away, None)
+            }
+            (state, _) => return Err(state),
+        })
+    }
+
+    /// The events behind what is under way, which a stream that uses the chunk waits for: also for a copy out, since it may write.
+    pub(super) fn under_way(&self) -> &[Arc<Mark>] {
+        match self {
+            Self::Filling { copy, .. } | Self::Here(copy) => copy.as_slice(),
+            Self::Saving(out) => &out.marks,
+            Self::Away | Self::Coming | Self::Claimed => &[],
+        }
+    }
+
+    /// Takes events that are over from what is under way. True if all of that is.
+    pub(super) fn ends(&mut self, is_over: impl Fn(&Arc<Mark>) -> bool) -> bool {
+        if let Self::Saving(out) = self {
+            out.marks.retain(|mark| !is_over(mark));
+            return out.marks.is_empty();
+        }
+        self.under_way().first().is_some_and(is_over)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmm_pool::driver::RawEvent;
+
+    fn mark() -> Arc<Mark> {
+        Arc::new(Mark::new(RawEvent(1), &Arc::default()))
+    }
+
+    fn states() -> [ChunkState; 8] {
+        let out = Out { marks: vec![mark()], version: 1, question: None, is_copy: true };
+        [
+            ChunkState::Away,
+            ChunkState::Coming,
+            ChunkState::Filling { slot: 2, copy: Some(mark()) },
+            ChunkState::Filling { slot: 2, copy: None },
+            ChunkState::Here(None),
+            ChunkState::Here(Some(mark())),
+            ChunkState::Saving(out),
+            ChunkState::Claimed,
+        ]
+    }
+
+    fn events() -> [ChunkEvent; 12] {
+        let out = Out { marks: Vec::new(), version: 1, question: Some(3), is_copy: false };
+        [
+            ChunkEvent::Framed,
+            ChunkEvent::Filled { slot: 2, copy: Some(mark()) },
+            ChunkEvent::Filled { slot: 2, copy: None },
+            ChunkEvent::LeftSlot,
+            ChunkEvent::Came(Some(mark())),
+            ChunkEvent::Came(None),
+            ChunkEvent::Failed,
+            ChunkEvent::Claimed,
+            ChunkEvent::Copied(out),
+            ChunkEvent::Kept,
+            ChunkEvent::Over,
+            ChunkEvent::Left,
+        ]
+    }
+
+    /// The name of a state.
+    fn name(state: &ChunkState) -> &'static str {
+        match state {
+            ChunkState::Away => "away",
+            ChunkState::Coming => "coming",
+            ChunkState::Filling { copy: Some(_), .. } => "filling",
+            ChunkState::Filling { copy: None, .. } => "full",
+            ChunkState::Here(None) => "here",
+            ChunkState::Here(Some(_)) => "arriving",
+            ChunkState::Saving(_) => "saving",
+            ChunkState::Claimed => "claimed",
+        }
+    }
+
+    #[test]
+    fn each_state_has_these_events_and_stays_as_it_is_at_all_others() {
+        // By the place of the event.
+        let have = [
+            ("away", vec![(0, "coming")]),
+            (
+                "coming",
+                vec![(1, "filling"), (2, "full"), (4, "arriving"), (5, "here"), (6, "away")],
+            ),
+            ("filling", vec![(10, "full")]),
+            ("full", vec![(3, "coming"), (10, "full")]),
+            ("here", vec![(7, "claimed"), (10, "here")]),
+            ("arriving", vec![(10, "here")]),
+            ("saving", vec![(10, "here")]),
+            ("claimed", vec![(8, "saving"), (9, "here"), (11, "away")]),
+        ];
+        for (index, (before, have)) in have.into_iter().enumerate() {
+            for (place, event) in events().into_iter().enumerate() {
+                let state = states().into_iter().nth(index).expect("a state");
+                assert_eq!(name(&state), before);
+                let wanted = have.iter().find(|(at, _)| *at == place).map(|(_, after)| *after);
+                let told = format!("{before} at {event:?}");
+                match state.next(event) {
+                    Ok((now, out)) => {
+                        assert_eq!(Some(name(&now)), wanted, "{told}");
+                        assert_eq!(out.is_some(), before == "saving", "{told}");
+                    }
+                    Err(same) => {
+                        assert_eq!((name(&same), None), (before, wanted), "{told}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_copy_out_and_its_question_are_over_when_both_are() {
+        let (copy, question) = (mark(), mark());
+        let marks = vec![Arc::clone(&copy), Arc::clone(&question)];
+        let mut state =
+            ChunkState::Saving(Out { marks, version: 1, question: Some(0), is_copy: true });
+        assert!(!state.ends(|mark| Arc::ptr_eq(mark, &question)));
+        assert_eq!(state.under_way().len(), 1);
+        assert!(state.ends(|mark| Arc::ptr_eq(mark, &copy)));
+    }
+}

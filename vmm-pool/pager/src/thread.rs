@@ -1,0 +1,515 @@
+//! The thread `sublet-pager`: it checks what is over, begins copies, and makes exchanges.
+
+#![expect(unsafe_code, reason = "ends events through the driver")]
+
+mod choosing;
+mod copying;
+mod looking;
+
+use std::cell::OnceCell;
+use std::collections::BTreeMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Sender;
+use vmm_pool::driver::{Driver, RawEvent};
+use vmm_pool::{
+    Describe, Entered, HomeCopies, Known, Physical, PoolError, PoolResult, StillChunk,
+    VirtualHandle,
+};
+
+use self::choosing::choose;
+use super::marks::Mark;
+use super::prints::Questions;
+use super::table::{ChunkEvent, WindowChunks};
+use super::uses::SLOTS;
+use super::{PageResult, PagedWindow};
+
+/// Between two looks while something that is wanted waits for the device.
+pub(super) const LOOK_SOON: Duration = Duration::from_micros(50);
+/// The same while nobody waits.
+const LOOK_LATER: Duration = Duration::from_millis(1);
+/// The same when nothing is under way: a message comes before.
+const LOOK_SELDOM: Duration = Duration::from_secs(1);
+/// The time that somebody waits for the frame of what is used last. After that time any frame is taken.
+const PATIENCE: Duration = Duration::from_millis(20);
+/// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
+const COPIES_OUT_MAX: usize = 4;
+
+/// The next thing to do.
+enum Job {
+    /// Takes the frame of `victim`, or a new one, for `newcomer`.
+    Bring {
+        newcomer: usize,
+        victim: Option<usize>,
+    },
+    /// Copies this out.
+    Clean(usize),
+    /// Gives the frame of this back to the driver.
+    Shrink(usize),
+    /// Maps this, which is full at the addresses for copies of this number.
+    Land(usize, usize),
+    /// Looks again after this time.
+    Wait(Duration),
+    End,
+}
+
+/// Until the pager ends. `told` hears if it has begun.
+pub(super) fn run<D: Driver>(shared: &Arc<PagedWindow<D>>, told: &Sender<PoolResult<()>>) {
+    let copies = HomeCopies::new(&shared.pool, shared.device);
+    let sights = BTreeMap::new();
+    let asking = HomeCopies::new(&shared.pool, shared.device);
+    let questions = OnceCell::new();
+    let (stay, awaited, narrowed, asked_for) = (None, None, None, None);
+    let mut pager =
+        Worker { shared, copies, stay, asking, questions, awaited, narrowed, asked_for, sights };
+    let begun = pager.begin();
+    let has_begun = begun.is_ok();
+    let _told = told.send(begun);
+    if has_begun {
+        while pager.step() {}
+        pager.end_streams();
+        // A window may end in a deep pause; its events are ended.
+        let _asking = shared.pool.door().pass();
+        finish(shared);
+    }
+}
+
+/// Frees all spans. Chunks that are away go immediately, and those on the device when uses and launches of graphs are over.
+fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
+    if shared.table().lost_uses > 0 {
+        // Uses without an event behind them.
+        let _asking = shared.pool.door().pass();
+        if let Err(error) = shared.pool.driver().synchronize() {
+            if error.poisons_context() {
+                shared.breaks(error);
+            }
+            return;
+        }
+    }
+    let mut table = shared.table();
+    table.lost_uses = 0;
+    let captured = {
+        let mut calls = shared.calls();
+        // Of what has no event yet nobody knows when it is over.
+        if !calls.have_ended(u64::MAX) {
+            return;
+        }
+        calls.take_captured()
+    };
+    table.graphs_let_go(&captured, 0);
+    table.free_all();
+}
+
+/// Chunks whose spans were freed, and that are away now, go with their rows.
+pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, gone: Vec<(usize, VirtualHandle)>) {
+    for (chunk, row) in gone {
+        shared.pool.remove_with_home(row);
+        shared.table().gone(chunk);
+    }
+}
+
+/// Gives everything back: events, addresses.
+fn finish<D: Driver>(shared: &PagedWindow<D>) {
+    let pool = &shared.pool;
+    let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
+    for event in spare {
+        // SAFETY: nobody has it.
+        if let Err(error) = unsafe { pool.driver().event_destroy(event) } {
+            tracing::debug!(%error, "an event for paging is not ended");
+        }
+    }
+    let is_empty = shared.table().resident() == 0;
+    let ranges = shared.aside.get().into_iter().chain([&shared.window]);
+    for range in ranges.filter(|_| is_empty).copied() {
+        if let Err(error) = pool.deferred().free_addresses(range) {
+            tracing::error!(%error, "addresses for paging stay until the next pause");
+        }
+    }
+    shared.say_it_has_ended();
+}
+
+pub(super) struct Worker<'a, D: Driver> {
+    pub(super) shared: &'a Arc<PagedWindow<D>>,
+    copies: HomeCopies<'a, D>,
+    /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
+    /// nothing but each other.
+    pub(super) stay: Option<Entered<'a, D>>,
+    /// The streams for questions: one waits for room next to the kernels that run, and copies do not wait for it.
+    asking: HomeCopies<'a, D>,
+    /// Made when somebody is first asked. `None` inside if the device cannot say.
+    questions: OnceCell<Option<Questions<D>>>,
+    /// The chunk that somebody waits for, and since when.
+    pub(super) awaited: Option<(usize, Instant)>,
+    /// Since when there are fewer frames than there may be.
+    pub(super) narrowed: Option<Instant>,
+    /// The chunk for whose frame another window was asked last.
+    pub(super) asked_for: Option<usize>,
+    /// The state of each chunk as seen when its fingerprints were taken, or when it was mapped since.
+    sights: BTreeMap<usize, Known>,
+}
+
+impl<D: Driver> Worker<'_, D> {
+    fn begin(&mut self) -> PoolResult<()> {
+        let apart = self.shared.pool.driver().stand_beside_captures();
+        apart.about(|| "streams for paging".to_owned(), 0, Some(self.shared.device))?;
+        self.copies.streams().map(drop)
+    }
+
+    /// No copy is under way, but on a device that has failed.
+    fn end_streams(&mut self) {
+        let is_broken = self.shared.table().broken.is_some();
+        let ended = if is_broken { Ok(()) } else { self.finish_or_leave() };
+        if let Err(error) = &ended {
+            tracing::error!(%error, "copies for paging are waited for by the next pause");
+        }
+        if is_broken || ended.is_err() {
+            self.keep_questions();
+        }
+        self.questions = OnceCell::new();
+        self.copies = HomeCopies::new(&self.shared.pool, self.shared.device);
+        self.asking = HomeCopies::new(&self.shared.pool, self.shared.device);
+    }
+
+    /// Waits for all that was begun. What does not end is left to the next pause.
+    fn finish_or_leave(&mut self) -> PoolResult<()> {
+        let _asking = self.shared.pool.door().pass();
+        self.copies.finish_or_leave().and(self.asking.finish_or_leave())
+    }
+
+    /// Does the next thing. False when the pager ends.
+    fn step(&mut self) -> bool {
+        self.look();
+        self.widen();
+        let (is_ending, stays, is_looked) = {
+            let table = self.shared.table();
+            let stays = table.is_any_filled() && table.broken.is_none();
+            (table.is_ending, stays, table.is_looked)
+        };
+        if is_ending {
+            self.shared.calls().want_ends();
+        }
+        if is_looked {
+            self.shared.end_wanted();
+        }
+        if is_ending {
+            remove_all(self.shared);
+        }
+        if !stays {
+            self.stay = None;
+        }
+        let freed = self.shared.table().take_freed();
+        remove(self.shared, freed);
+        let later_half = self.later_half();
+        let mut table = self.shared.table();
+        let mut job = choose(&mut table, later_half);
+        let is_short = table.next_wanted().is_some() || table.demand.is_short(table.resident());
+        let waits = matches!(job, Job::Wait(_)) && is_short;
+        if is_looked && waits {
+            drop(table);
+            self.shared.calls().want_ends();
+            self.shared.end_wanted();
+            table = self.shared.table();
+            job = choose(&mut table, later_half);
+        }
+        if stays && !self.shared.pool.gate().is_open() && !matches!(job, Job::Land(..)) {
+            job = Job::Wait(LOOK_SOON);
+        }
+        if let Job::Wait(time) = job {
+            self.sleep(table, time);
+            return true;
+        }
+        drop(table);
+        match job {
+            Job::Bring { newcomer, victim } => self.bring(newcomer, victim),
+            Job::Clean(chunk) => self.clean(chunk),
+            Job::Shrink(chunk) => self.shrink(chunk),
+            Job::Land(chunk, slot) => self.land(chunk, slot),
+            Job::End | Job::Wait(_) => return false,
+        }
+        self.shared.changed.notify_all();
+        true
+    }
+
+    /// Waits until somebody says something, for so long.
+    fn sleep(&self, mut table: MutexGuard<'_, WindowChunks>, mut time: Duration) {
+        // A list that is to end and came meanwhile, or is of a stream that is captured.
+        if table.is_looked && self.shared.calls().lists.is_any_ready() {
+            time = time.min(LOOK_LATER);
+        }
+        table.demand.is_asleep = time == LOOK_SELDOM;
+        let waited = self.shared.changed.wait_timeout(table, time);
+        let (mut table, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if std::mem::take(&mut table.demand.is_asleep) && timeout.timed_out() {
+            table.try_again();
+            let staying = table.staying_idle();
+            drop(table);
+            // Why they stay may be over, and others wait for their room.
+            for (chunk, row) in staying {
+                let stays = self.shared.pool.stays_home(row, false);
+                self.shared.table().set_stays(chunk, stays);
+            }
+        }
+    }
+
+    /// Returns a number of uses from now on: what is used sooner keeps its frame. It is 0 if somebody has waited long
+    /// for the same chunk.
+    fn later_half(&mut self) -> usize {
+        let table = self.shared.table();
+        let awaited = table.next_wanted().filter(|&id| table.chunks()[id].is_held());
+        self.awaited = match (awaited, self.awaited) {
+            (Some(id), Some((before, since))) if id == before => Some((id, since)),
+            (Some(id), _) => Some((id, Instant::now())),
+            (None, _) => None,
+        };
+        let is_patient = self.awaited.is_none_or(|(_, since)| since.elapsed() < PATIENCE);
+        if !is_patient {
+            return 0;
+        }
+        let calls = self.shared.calls();
+        table.later_half(|id| calls.lists.holding(id))
+    }
+
+    /// Asks the driver what is over.
+    fn look(&mut self) {
+        let marks = self.shared.table().marks();
+        let mut over = Vec::new();
+        let _asking = self.shared.pool.door().pass();
+        for mark in marks {
+            match self.shared.pool.driver().event_is_done(mark.event) {
+                Ok(true) => over.push(mark),
+                Ok(false) => {}
+                Err(error) if error.poisons_context() => return self.shared.breaks(error),
+                Err(error) => tracing::debug!(%error, "an event for paging is asked again"),
+            }
+        }
+        if !over.is_empty() {
+            self.shared.table().are_over(&over);
+            self.hear();
+            self.shared.changed.notify_all();
+        }
+    }
+
+    /// Gives `newcomer` a frame, and begins the copy of its contents.
+    fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
+        let entered = self.shared.pool.enter();
+        let taken = match victim {
+            Some(victim) => self.take_frame(&entered, victim, false),
+            None => self.new_frame(&entered, newcomer).map(Some),
+        };
+        let frame = match taken {
+            Ok(Some(frame)) => frame,
+            // Looked at again.
+            Ok(None) => return,
+            Err(error) if victim.is_none() => {
+                drop(entered);
+                return self.without_room(newcomer, error);
+            }
+            Err(error) => return self.shared.table().failed(newcomer, Arc::new(error)),
+        };
+        let row = {
+            let mut table = self.shared.table();
+            let row = table.chunks()[newcomer].row();
+            if row.is_some() {
+                table.change(newcomer, ChunkEvent::Framed);
+            }
+            row
+        };
+        let slot = self.shared.aside.get().and_then(|_| self.shared.table().free_slot(SLOTS));
+        let came = match row {
+            Some(row) => self.fill(&entered, row, frame, slot),
+            // It was freed meanwhile.
+            None => entered.release_frame(frame).and(Err(PoolError::NotOurs)),
+        };
+        let mut table = self.shared.table();
+        let (copy, was_copied) = match came {
+            Ok(came) => came,
+            Err(error) => return table.failed(newcomer, Arc::new(error.into())),
+        };
+        table.figures.exchanges += u64::from(victim.is_some());
+        table.figures.copied_in += u64::from(was_copied);
+        if let Some(slot) = slot {
+            table.change(newcomer, ChunkEvent::Filled { slot, copy });
+            self.stay.get_or_insert(entered);
+            return;
+        }
+        table.came(newcomer, copy);
+        let is_checked = table.checks.is_on;
+        drop(table);
+        drop(entered);
+        if is_checked {
+            self.see(newcomer);
+        }
+    }
+
+    /// The frame of a chunk that is idle and clean. `None` when it is not so after all. Whatever pins what its user has freed, it may go
+    /// `to_driver`, as other memory does; nobody else may have a frame still that goes to another chunk.
+    fn take_frame(
+        &self,
+        entered: &Entered<'_, D>,
+        victim: usize,
+        to_driver: bool,
+    ) -> PageResult<Option<Physical>> {
+        let pool = &self.shared.pool;
+        if !pool.deferred().is_settled() {
+            // A copy or a question that was not seen to end may be one of this chunk.
+            let _asking = pool.door().pass();
+            pool.deferred().settle()?;
+        }
+        let Some((row, has_contents)) = self.shared.table().claim_ready(victim) else {
+            return Ok(None);
+        };
+        let is_given_up = to_driver && self.shared.table().chunks()[victim].is_freed();
+        let (stays, has_place) = (pool.stays_home(row, is_given_up), pool.has_own_place(row));
+        let goes = !stays && (has_place || !has_contents);
+        let still = if goes { self.still(entered, victim, row) } else { Ok(None) };
+        let left = still.and_then(|still| match still {
+            Some(still) => self.remap(|| still.leave(has_contents)),
+            None => Ok(None),
+        });
+        let mut table = self.shared.table();
+        table.set_stays(victim, stays);
+        if let Ok(Some(_)) = &left {
+            table.change(victim, ChunkEvent::Left);
+        } else {
+            if !goes && !has_place {
+                // A pause that came to nothing has taken it.
+                table.forget_copy(victim, true);
+            }
+            if stays {
+                table.used_now(victim);
+            }
+            table.unclaim(victim);
+        }
+        Ok(left?)
+    }
+
+    /// Does what has the driver map and unmap, and adds up its time.
+    fn remap<T>(&self, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = work();
+        self.shared.table().figures.remapping += began.elapsed();
+        done
+    }
+
+    fn still<'e>(
+        &self,
+        entered: &'e Entered<'_, D>,
+        chunk: usize,
+        row: VirtualHandle,
+    ) -> PoolResult<Option<StillChunk<'e, D>>> {
+        let uses: Vec<RawEvent> =
+            self.shared.table().chunks()[chunk].marks().map(|mark| mark.event).collect();
+        StillChunk::of(entered, row, &uses)
+    }
+
+    /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
+    /// so already, and if anything was copied.
+    fn fill(
+        &mut self,
+        entered: &Entered<'_, D>,
+        row: VirtualHandle,
+        frame: Physical,
+        slot: Option<usize>,
+    ) -> PoolResult<(Option<Arc<Mark>>, bool)> {
+        let Some(still) = StillChunk::away(entered, row) else {
+            entered.release_frame(frame)?;
+            return Err(PoolError::NotOurs);
+        };
+        let aside = slot.and_then(|slot| self.shared.range_aside(slot));
+        let come = self.remap(|| still.come(frame, aside));
+        self.shared.table().figures.remaps += u64::from(come.is_ok());
+        let is_aside = come.is_ok() && aside.is_some();
+        // SAFETY: the chunk is mapped, and nobody has it before this is over; its place stays its own.
+        let begun = come.and_then(|()| unsafe { self.copies.start_in(row, aside) });
+        match begun {
+            Ok(was_copied) => {
+                // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it, nor its slot.
+                let mark = self.mark_behind();
+                if let (Err(_), Some(slot)) = (&mark, slot) {
+                    self.shared.table().lost_slots.push(slot);
+                }
+                let mark = mark?;
+                if aside.is_none() {
+                    still.came();
+                }
+                Ok((mark, was_copied))
+            }
+            Err(error) => {
+                let ended = self.copies.finish_or_leave();
+                let left = aside.filter(|_| is_aside).map_or(Ok(()), |at| still.leave_aside(at));
+                if ended.is_ok() && left.is_ok() {
+                    still.did_not_come();
+                } else if is_aside {
+                    self.shared.table().lost_slots.extend(slot);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Copies `chunk` to its place in host memory, which it gets if it has none. The thread that waits for a frame is told if that fails.
+    fn clean(&mut self, chunk: usize) {
+        let entered = self.shared.pool.enter();
+        let claimed = self.shared.table().claim(chunk);
+        let Some((row, _)) = claimed else { return };
+        let begun = self.begin_clean(chunk, row);
+        drop(entered);
+        let Err(error) = begun else { return };
+        // What was begun reads the chunk.
+        if self.finish_or_leave().is_err() {
+            self.shared.table().set_stays(chunk, true);
+        }
+        tracing::warn!(%error, "paged memory was not copied to the host");
+        let mut table = self.shared.table();
+        table.refused(chunk);
+        table.unclaim(chunk);
+        if let Some(wanted) = table.next_wanted() {
+            table.failed(wanted, Arc::new(error.into()));
+        }
+    }
+
+    fn begin_clean(&mut self, chunk: usize, row: VirtualHandle) -> PoolResult<()> {
+        let is_as_seen = self.is_place_as_seen(chunk);
+        let has_place = self.shared.pool.has_own_place(row);
+        let compares = {
+            let mut table = self.shared.table();
+            if !is_as_seen || !has_place {
+                table.forget_copy(chunk, false);
+            }
+            table.is_to_compare(chunk)
+        };
+        let mut asked = self.ask(chunk)?;
+        if let Some(asked) = asked.take_if(|_| compares) {
+            self.shared.table().asking(chunk, asked);
+            return Ok(());
+        }
+        self.see(chunk);
+        self.shared.table().forget_copy(chunk, false);
+        self.behind_question(asked.as_ref())?;
+        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
+        // for the event behind it. Its place is its own.
+        unsafe { self.copies.start_out(row, &*self.shared.host_budget) }?;
+        let mark = self.mark_behind()?;
+        self.shared.table().copying_out(chunk, mark, asked);
+        Ok(())
+    }
+
+    /// Gives the frame of an idle chunk back to the driver.
+    fn shrink(&mut self, chunk: usize) {
+        let entered = self.shared.pool.enter();
+        match self.take_frame(&entered, chunk, true) {
+            Ok(Some(frame)) => {
+                if let Err(error) = entered.release_frame(frame) {
+                    tracing::error!(%error, "memory for paging stays until the next pause");
+                }
+                self.gave();
+            }
+            Ok(None) => {}
+            Err(error) => {
+                tracing::error!(%error, "memory for paging is not given back yet");
+                self.shared.table().refused(chunk);
+            }
+        }
+    }
+}

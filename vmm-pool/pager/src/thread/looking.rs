@@ -1,0 +1,132 @@
+//! In a window where uses are seen at launches: chunks that are full are mapped, and devices say what was written.
+
+use std::sync::Arc;
+
+use vmm_pool::driver::Driver;
+use vmm_pool::{Describe, PoolError, PoolResult, StillChunk, Way};
+
+use super::super::prints::{QUESTIONS, Questions};
+use super::super::table::{Asked, ChunkEvent};
+use super::Worker;
+
+impl<D: Driver> Worker<'_, D> {
+    /// A question may be under way for ever: the device writes to its memory.
+    pub(super) fn keep_questions(&mut self) {
+        if let Some(questions) = self.questions.get_mut().and_then(Option::take) {
+            questions.keep_for_good();
+        }
+    }
+
+    /// Tells the table what devices have answered.
+    pub(super) fn hear(&mut self) {
+        let answered = self.shared.table().take_answered();
+        for each in answered {
+            let questions = self.questions.get_mut().and_then(Option::as_mut);
+            if let Some(prints) = questions.map(|all| all.answer(each.1)) {
+                let unseen = self.shared.table().told(&each, prints);
+                if let Some(unseen) = unseen {
+                    tracing::error!("{}", self.shared.describe(&unseen));
+                }
+            }
+        }
+    }
+
+    /// Has the device take the fingerprints of a chunk that is claimed. `None` if it does not, or nobody knows when.
+    ///
+    /// # Errors
+    /// It may be under way: the chunk is not unmapped before it has been waited for.
+    pub(super) fn ask(&mut self, chunk: usize) -> PoolResult<Option<Asked>> {
+        let shared = self.shared;
+        let question = {
+            let table = shared.table();
+            let may_ask = table.is_looked || table.checks.is_on;
+            table.free_question(QUESTIONS).filter(|_| may_ask)
+        };
+        let Some(question) = question.filter(|&question| self.has_begun_to_ask(question, chunk))
+        else {
+            return Ok(None);
+        };
+        let mark = self.asking.streams().and_then(|streams| shared.mark_or_wait(streams));
+        match mark {
+            Ok(mark) => Ok(mark.map(|mark| Asked { question, mark })),
+            Err(error) => self.finish_or_leave().map(|()| None).map_err(|_| error),
+        }
+    }
+
+    /// With checks, has the copy that comes next wait for this question: a write that nobody has shown, and that falls between the two, must
+    /// not be in the fingerprints alone.
+    pub(super) fn behind_question(&mut self, asked: Option<&Asked>) -> PoolResult<()> {
+        let shared = self.shared;
+        let Some(asked) = asked.filter(|_| shared.table().checks.is_on) else { return Ok(()) };
+        let stream = self.copies.streams()?.take_for(Way::Out)?;
+        let ordered = shared.pool.driver().stream_wait_event(stream, asked.mark.event);
+        ordered.about(|| "a copy for paging".to_owned(), 0, Some(shared.device))
+    }
+
+    fn has_begun_to_ask(&mut self, question: usize, chunk: usize) -> bool {
+        let shared = self.shared;
+        self.questions.get_or_init(|| {
+            let made = Questions::new(shared.pool.driver(), shared.device);
+            made.inspect_err(Self::not_asked).ok()
+        });
+        let Some(questions) = self.questions.get_mut() else { return false };
+        let Some(asks) = questions.as_mut() else { return false };
+        let streams = self.asking.streams();
+        let stream = match streams.and_then(|streams| streams.take_for(Way::Out)) {
+            Ok(stream) => stream,
+            Err(error) => {
+                Self::not_asked(&error);
+                self.keep_questions();
+                return false;
+            }
+        };
+        let Err(error) = asks.ask(question, shared.range_of(chunk), stream) else { return true };
+        Self::not_asked(&error);
+        // Others may be under way.
+        self.keep_questions();
+        false
+    }
+
+    pub(super) fn not_asked(error: &PoolError) {
+        tracing::warn!(%error, "paged memory is copied out whenever it was used");
+    }
+
+    /// Does its place have what the pager has written there, and nobody else?
+    pub(super) fn is_place_as_seen(&self, chunk: usize) -> bool {
+        let address = self.shared.range_of(chunk).start;
+        let seen = self.sights.get(&chunk);
+        seen.is_some_and(|seen| *seen == self.shared.pool.holdings().who_knows(address))
+    }
+
+    pub(super) fn see(&mut self, chunk: usize) {
+        let now = self.shared.pool.holdings().who_knows(self.shared.range_of(chunk).start);
+        self.sights.insert(chunk, now);
+    }
+
+    /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
+    pub(super) fn land(&mut self, id: usize, slot: usize) {
+        let entered = self.shared.pool.enter();
+        let row = self.shared.table().chunks()[id].row();
+        let still = row.and_then(|row| StillChunk::away(&entered, row));
+        let taken = match still.as_ref().zip(self.shared.range_aside(slot)) {
+            Some((still, aside)) => self.remap(|| still.leave_aside(aside)),
+            None => Err(PoolError::NotOurs),
+        };
+        let still = match taken.and_then(|()| still.ok_or(PoolError::NotOurs)) {
+            Ok(still) => still,
+            Err(error) => return self.shared.table().stuck(id, Arc::new(error.into())),
+        };
+        self.shared.table().change(id, ChunkEvent::LeftSlot);
+        match self.remap(|| still.land()) {
+            Ok(()) => {
+                still.came();
+                self.see(id);
+                self.shared.table().came(id, None);
+            }
+            Err(error) => {
+                still.did_not_come();
+                self.shared.table().failed(id, Arc::new(error.into()));
+            }
+        }
+    }
+}

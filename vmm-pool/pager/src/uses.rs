@@ -1,0 +1,485 @@
+//! Uses that nobody announced: calls to the driver that name memory of a window.
+//!
+//! The code that is about to hand work to a stream shows the addresses that it names. Each stands for the span that it
+//! lies in: a tensor, for example. The caller waits until all chunks of these spans are on the device, and they stay until the
+//! stream has done that work.
+//!
+//! An event behind each call would cost more than the look. So a stream has a list of the chunks that its calls use, all
+//! held, and one event behind many calls ends their use (`lists`). A list ends when it is long, when it has served many calls, and when
+//! somebody waits for a frame. The thread that launched last ends it, for whose current context the stream has its meaning, or the
+//! pager's.
+//!
+//! Memory that is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A
+//! launch does not say what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes
+//! when such launches are over. A stream that is captured takes no event: the lists of all streams end before a capture
+//! begins.
+//!
+//! Lock order: the table's, then that of `Calls`, which is a leaf. Neither is held across a driver call.
+
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use vmm_pool::Describe;
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, RawStream, VaRange};
+use vmm_pool::gate::Passage;
+
+use super::lists::Lists;
+use super::marks::Mark;
+use super::order::Order;
+use super::spans::Spans;
+use super::table::{WindowChunks, distinct};
+use super::{PageError, PageResult, PagedWindow, Pager};
+
+/// Addresses for copies: how many chunks may be on their way to the device simultaneously.
+pub(super) const SLOTS: usize = 4;
+/// The most chunks, of those that are used next, that are announced if they are away. With few frames it is half of the
+/// frames: the others are in use.
+const AHEAD: usize = 24;
+/// Announcements are due when so many chunks have been used.
+const DUE: usize = 3;
+/// The destination of a call's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum In {
+    /// A stream that any thread can name.
+    Stream(RawStream),
+    /// The default stream of the calling thread alone.
+    OwnStream(RawStream),
+    /// A stream of another context than the window's, or for one: the call's work is waited for.
+    Elsewhere(RawStream),
+    /// A graph that is being captured.
+    Graph,
+}
+
+/// Chunks that a call uses, held for it until [`Pager::end_call`].
+#[derive(Debug)]
+#[must_use = "a use that does not end keeps memory on its device"]
+pub struct Touched {
+    pub(super) stream: In,
+    /// Those that no list has.
+    pub(super) chunks: Vec<usize>,
+    /// The number of the list that has the others.
+    pub(super) list: u64,
+}
+
+/// See the head of this module.
+#[derive(Debug, Default)]
+pub(super) struct Calls {
+    pub(super) spans: Spans,
+    pub(super) lists: Lists,
+    /// Chunks that graphs use.
+    captured: Vec<usize>,
+    pub(super) order: Order,
+    /// The chunks of the last call that was noted.
+    noted: Vec<usize>,
+    /// Changes of the chunk in use since the last announcement.
+    changes: usize,
+    /// Room for the chunks of a call, so that none allocates it.
+    room: Vec<usize>,
+    count: u64,
+    waited: Duration,
+}
+
+impl Calls {
+    pub(super) fn new(spans: Spans) -> Self {
+        Self { spans, ..Self::default() }
+    }
+
+    /// Chunks that graphs use: until they are freed.
+    pub(super) fn captured(&self) -> Vec<usize> {
+        self.captured.clone()
+    }
+
+    pub(super) fn counts(&self) -> (u64, Duration) {
+        (self.count, self.waited)
+    }
+
+    /// Notes the order. Is an announcement due, and was the order another than before?
+    pub(super) fn note(&mut self, ids: &[usize]) -> (bool, bool) {
+        // What the call before it used too is no news.
+        if ids.iter().all(|id| self.noted.contains(id)) {
+            return (false, false);
+        }
+        self.noted.clear();
+        self.noted.extend(ids);
+        let mut is_as_foretold = true;
+        for &id in ids {
+            if self.order.last() != Some(id) {
+                is_as_foretold &= self.order.used(id);
+                self.changes += 1;
+            }
+        }
+        (self.changes >= DUE, !is_as_foretold)
+    }
+
+    /// All lists are to end. The number that the next one would have.
+    pub(super) fn want_ends(&mut self) -> u64 {
+        self.lists.want(|_| true)
+    }
+
+    /// Have all lists ended, with a number below this?
+    pub(super) fn have_ended(&self, below: u64) -> bool {
+        !self.lists.has(|_| true, below)
+    }
+
+    /// Graphs use nothing any more: what they used.
+    pub(super) fn take_captured(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.captured)
+    }
+
+    /// These chunks are freed: those that graphs used, and how many lists hold these from now on.
+    pub(super) fn free(&mut self, freed: &[usize], is_looked: bool) -> (Vec<usize>, u32) {
+        if is_looked {
+            self.order.forget(freed);
+            self.noted.clear();
+        }
+        let captured: Vec<_> = self.captured.extract_if(.., |id| freed.contains(id)).collect();
+        let lists = self.lists.take_over(&captured);
+        (captured, lists)
+    }
+}
+
+impl<D: Driver> PagedWindow<D> {
+    pub(super) fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Addresses for copies, of one number.
+    pub(super) fn range_aside(&self, slot: usize) -> Option<VaRange> {
+        let start = self.aside.get()?.start.0 + slot as u64 * self.chunk_bytes;
+        Some(VaRange::new(DeviceAddress(start), self.chunk_bytes))
+    }
+
+    /// Tells the table when chunks are used next.
+    pub(super) fn foretell(&self) {
+        let chunks = self.table().chunks().len();
+        let next_uses = self.calls().order.next_uses(chunks);
+        self.table().demand.foretell(next_uses);
+    }
+}
+
+impl<D: Driver> Pager<D> {
+    /// The device of the window.
+    pub fn device(&self) -> DeviceOrdinal {
+        self.shared.device
+    }
+
+    /// All addresses of the window.
+    pub fn window(&self) -> VaRange {
+        self.shared.window
+    }
+
+    /// Are uses shown by [`Pager::begin_call`]?
+    pub fn is_looked(&self) -> bool {
+        self.shared.aside.get().is_some()
+    }
+
+    /// Returns the span from [`Pager::alloc`] that holds `address`.
+    pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
+        let window = self.shared.window.start.0;
+        let at = address.0.checked_sub(window)?;
+        let (start, size_bytes) = self.shared.calls().spans.at(at..=at)?;
+        Some(VaRange::new(DeviceAddress(window + start), size_bytes))
+    }
+
+    /// From now on uses are shown by [`Pager::begin_call`], and a chunk is mapped when it is full. Before anything is given
+    /// out.
+    ///
+    /// # Errors
+    /// [`PageError::Pool`] when the driver gives no addresses.
+    ///
+    /// # Driver calls
+    /// `cuMemAddressReserve`.
+    pub fn look_for_uses(&self) -> PageResult<()> {
+        let (shared, count) = (&self.shared, SLOTS as u64);
+        let size_bytes = count * shared.chunk_bytes;
+        let reserved = shared.pool.driver().address_reserve(size_bytes, 0, DeviceAddress(0));
+        let about = || "addresses for copies of paged memory".to_owned();
+        let start = reserved.about(about, size_bytes, Some(shared.device))?;
+        shared.table().is_looked = shared.aside.set(VaRange::new(start, size_bytes)).is_ok();
+        Ok(())
+    }
+
+    /// A call is about to give work to `stream` that names these addresses. Waits until all that it uses is on the
+    /// device, for at most `limit` of the time that the process is not paused. `None` if none of it is paged. The caller is not inside
+    /// the gate, and a context of the device is current. *Blocks.*
+    ///
+    /// # Errors
+    /// [`PageError::TooFewFrames`] immediately; [`PageError::Late`]; what the driver or the budget refused. Nothing is held.
+    ///
+    /// # Driver calls
+    /// `cuStreamWaitEvent`, `cuEventRecord`.
+    pub fn begin_call(
+        &self,
+        touched: &[VaRange],
+        stream: In,
+        limit: Duration,
+    ) -> PageResult<Option<Touched>> {
+        let shared = &self.shared;
+        let window = shared.window.start.0;
+        let offsets = touched.iter().filter_map(|range| {
+            let last = range.size_bytes.checked_sub(1)?.checked_add(range.start.0)?;
+            Some(range.start.0.saturating_sub(window)..=last.checked_sub(window)?)
+        });
+        let mut calls = shared.calls();
+        let mut ids = std::mem::take(&mut calls.room);
+        calls.spans.meet(offsets, &mut ids);
+        if ids.is_empty() {
+            calls.room = ids;
+            return Ok(None);
+        }
+        calls.count += 1;
+        let (is_due, is_new) = calls.note(&ids);
+        let listed = match stream {
+            In::Stream(raw) => calls.lists.enter(&ids, raw),
+            In::OwnStream(_) | In::Elsewhere(_) | In::Graph => None,
+        };
+        if listed.is_some() {
+            calls.room = std::mem::take(&mut ids);
+        }
+        drop(calls);
+        if is_due || is_new {
+            self.announce_ahead(is_new, false);
+        }
+        let mut touched = Touched { stream, chunks: Vec::new(), list: listed.unwrap_or(0) };
+        match stream {
+            In::Stream(_) if listed.is_some() => {}
+            In::Stream(raw) => {
+                self.bring_for(&mut ids, raw, limit)?;
+                let mut calls = shared.calls();
+                let (list, twice) = calls.lists.add(&ids, raw);
+                calls.room = ids;
+                drop(calls);
+                touched.list = list;
+                if !twice.is_empty() {
+                    self.let_go(&twice);
+                }
+            }
+            In::OwnStream(raw) | In::Elsewhere(raw) => {
+                self.bring_for(&mut ids, raw, limit)?;
+                touched.chunks = ids;
+            }
+            In::Graph => self.keep(&ids, limit)?,
+        }
+        Ok(Some(touched))
+    }
+
+    /// Do graphs use anything of this window?
+    pub fn has_captured(&self) -> bool {
+        !self.shared.calls().captured.is_empty()
+    }
+
+    /// A graph is about to be launched on `stream`, which is of the device of this window. `None` if graphs use nothing of it.
+    /// Otherwise [`Pager::end_call`] says that it is launched.
+    pub fn begin_graph(&self, stream: In) -> Option<Touched> {
+        let shared = &self.shared;
+        let (chunks, list) = match stream {
+            In::Stream(raw) => {
+                let mut calls = shared.calls();
+                if calls.captured.is_empty() {
+                    return None;
+                }
+                (Vec::new(), calls.lists.add_graph(raw))
+            }
+            In::OwnStream(_) | In::Elsewhere(_) => {
+                // Nobody frees them between the two.
+                let mut table = shared.table();
+                let ids = shared.calls().captured();
+                if ids.is_empty() {
+                    return None;
+                }
+                table.hold(&ids);
+                (ids, 0)
+            }
+            In::Graph => return None,
+        };
+        Some(Touched { stream, chunks, list })
+    }
+
+    /// Announces what is used next, as far as it was like that before. When each chunk is used next is for the choice of what
+    /// leaves: it is worked out when something is to come.
+    fn announce_ahead(&self, is_new: bool, is_wanted: bool) {
+        let shared = &self.shared;
+        let away: Vec<_> = {
+            let mut table = shared.table();
+            if is_new {
+                table.forget_promises();
+            }
+            let ahead = {
+                let mut calls = shared.calls();
+                calls.changes = 0;
+                calls.order.ahead(AHEAD.min(table.demand.frames_now() / 2))
+            };
+            ahead.into_iter().filter(|id| !table.are_here(&[*id])).collect()
+        };
+        if away.is_empty() && !is_wanted {
+            return;
+        }
+        shared.foretell();
+        if !away.is_empty() {
+            shared.table().announce(&away);
+            shared.changed.notify_all();
+        }
+    }
+
+    /// Those that were freed meanwhile go from `ids`.
+    fn bring_for(
+        &self,
+        ids: &mut Vec<usize>,
+        stream: RawStream,
+        limit: Duration,
+    ) -> PageResult<()> {
+        let shared = &self.shared;
+        let here = {
+            let mut table = shared.table();
+            table.hold_if_here(ids).then(|| table.awaited_by(ids))
+        };
+        let awaited = match here {
+            // Nothing of it is on its way.
+            Some(awaited) if awaited.is_empty() => return Ok(()),
+            Some(awaited) => awaited,
+            None => self.wait_for_call(ids, limit)?,
+        };
+        let ordered = {
+            let _pass = shared.pool.gate().pass_for("a use of paged memory", Passage::Use);
+            self.order(&awaited, stream)
+        };
+        if ordered.is_err() {
+            self.let_go(ids);
+        }
+        ordered
+    }
+
+    /// Has `stream` wait for these.
+    pub(super) fn order(&self, awaited: &[Arc<Mark>], stream: RawStream) -> PageResult<()> {
+        for mark in awaited {
+            let ordered = self.shared.pool.driver().stream_wait_event(stream, mark.event);
+            let about = || "a stream that uses paged memory".to_owned();
+            ordered.about(about, 0, Some(self.shared.device))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn let_go(&self, ids: &[usize]) {
+        self.shared.table().let_go(ids);
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until these are on the device, and keeps them there. Those that nobody has go from `ids` before: a call may have an address
+    /// by chance. What a stream that uses them must wait for. An error leaves nothing held.
+    pub(super) fn hold(
+        &self,
+        ids: &mut Vec<usize>,
+        limit: Duration,
+        what: impl Fn(&WindowChunks) -> String,
+    ) -> PageResult<Vec<Arc<Mark>>> {
+        let shared = &self.shared;
+        let (mut held, mut is_without_room) = (None, false);
+        let here = shared.wait_for(limit, what, |table| {
+            if held.is_none() {
+                ids.retain(|&id| table.chunks()[id].row().is_some());
+                let (each, frames) = (distinct(ids), table.demand.frames());
+                let fits = table.fits(&each);
+                if fits == is_without_room {
+                    is_without_room = !fits;
+                    table.demand.without_room += usize::from(!fits);
+                    table.demand.without_room -= usize::from(fits);
+                    shared.changed.notify_all();
+                }
+                if !fits {
+                    // What graphs use stays until it is freed: no waiting makes room there.
+                    let captured = shared.calls().captured();
+                    let stays =
+                        |id: &&usize| !each.contains(id) && !table.chunks()[**id].is_freed();
+                    let needed = each.len() + captured.iter().filter(stays).count();
+                    if needed <= frames {
+                        return None;
+                    }
+                    let [needed_bytes, frames_bytes] =
+                        [needed, frames].map(|count| count as u64 * shared.chunk_bytes);
+                    return Some(Err(PageError::TooFewFrames { needed_bytes, frames_bytes }));
+                }
+                held = Some(table.hold(ids));
+                shared.changed.notify_all();
+            }
+            let failed = ids.iter().find_map(|&id| table.chunks()[id].failure_since(held?));
+            if let Some(error) = failed {
+                return Some(Err(PageError::Shared(error)));
+            }
+            if !table.are_here(ids) {
+                return None;
+            }
+            Some(Ok(table.awaited_by(ids)))
+        });
+        if is_without_room {
+            shared.table().demand.without_room -= 1;
+        }
+        if here.is_err() && held.is_some() {
+            self.let_go(ids);
+        }
+        here
+    }
+
+    /// All of these chunks, each counted once.
+    pub(super) fn bytes_of(&self, ids: &[usize]) -> u64 {
+        distinct(ids).len() as u64 * self.shared.chunk_bytes
+    }
+
+    fn wait_for_call(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
+        let shared = &self.shared;
+        self.announce_ahead(false, true);
+        // Who waits keeps nothing that others wait for.
+        shared.want_ends();
+        let began = Instant::now();
+        let wanted = ids.clone();
+        let what = |table: &WindowChunks| {
+            let ids = &wanted;
+            let first = ids.first().map_or(0, |id| shared.range_of(*id).start.0);
+            let away = ids.iter().filter(|id| !table.are_here(&[**id])).count();
+            format!(
+                "{away} of {} chunks from {first:#x} on to be on {} for a call that uses them ({} of {} frames are \
+                 taken, {} chunks are in use)",
+                ids.len(),
+                shared.device,
+                table.resident(),
+                table.demand.frames_now(),
+                table.chunks().iter().filter(|chunk| chunk.is_held()).count()
+            )
+        };
+        let held = self.hold(ids, limit, what);
+        shared.calls().waited += began.elapsed();
+        held
+    }
+
+    /// Keeps these on the device until they are freed. The host waits for copies of them: a stream under capture would record a wait.
+    fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
+        let shared = &self.shared;
+        let mut new: Vec<_> = {
+            let calls = shared.calls();
+            ids.iter().copied().filter(|id| !calls.captured.contains(id)).collect()
+        };
+        if new.is_empty() {
+            return Ok(());
+        }
+        let awaited = self.wait_for_call(&mut new, limit)?;
+        for mark in awaited {
+            let waited = shared.pool.driver().event_synchronize(mark.event);
+            let about = || "a copy of memory that a graph uses".to_owned();
+            if let Err(error) = waited.about(about, 0, Some(shared.device)) {
+                self.let_go(&new);
+                return Err(error.into());
+            }
+        }
+        // What was freed meanwhile, or kept by another thread, goes when this lets go.
+        let twice: Vec<_> = {
+            let table = shared.table();
+            let mut calls = shared.calls();
+            let captured = &calls.captured;
+            let is_over = |id: &usize| table.chunks()[*id].is_freed() || captured.contains(id);
+            let (twice, kept): (Vec<_>, Vec<_>) = new.into_iter().partition(is_over);
+            calls.captured.extend(kept);
+            twice
+        };
+        self.let_go(&twice);
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! Uses and copies whose end the driver does not say, and calls that it refuses.
+
+use sublet_pager::{In, PageError};
+use vmm_pool::driver::sim::FaultSpan;
+use vmm_pool::driver::{DriverCode, DriverOp};
+
+use crate::program::{LIMIT, SHORT, Stage, word_at};
+use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, free_bytes};
+
+/// The driver takes a copy, and then neither an event behind it nor a wait for it.
+fn lose_a_copy(stage: &Stage) {
+    for op in [DriverOp::EventRecord, DriverOp::StreamSynchronize] {
+        stage.driver().faults().fail(op, FaultSpan::From(1), DriverCode::UNKNOWN);
+    }
+}
+
+#[test]
+fn a_use_that_no_list_has_and_whose_end_the_driver_does_not_say_keeps_its_frame() {
+    let own: fn(_) -> _ = In::OwnStream;
+    for (place, op, failures) in
+        [(own, DriverOp::EventRecord, 2), (In::Elsewhere, DriverOp::StreamSynchronize, 1)]
+    {
+        let mut stage = Stage::looked(1);
+        stage.alloc_each(2);
+        let words = [0, 1].map(|span| word_at(stage.start_of(span), 0));
+        let begun = stage.pager().begin_call(&words[..1], place(stage.streams[0]), LIMIT);
+        stage.hold(0);
+        stage.launch(&[0], 0, true).expect("it does not end");
+        for call in 1..=failures {
+            stage.driver().faults().fail(op, FaultSpan::Nth(call), DriverCode::UNKNOWN);
+        }
+        stage.pager().end_call(&begun.expect("here").expect("paged"));
+        assert_eq!(stage.driver().faults().fired(), failures);
+        let other = In::Stream(stage.streams[1]);
+        let refused = stage.pager().begin_call(&words[1..], other, SHORT);
+        assert!(matches!(refused, Err(PageError::Late { .. })), "{refused:?}");
+        assert_eq!(stage.pager().report().stays_bytes, UNIT);
+        stage.held.clear();
+        stage.end();
+    }
+}
+
+#[test]
+fn what_cannot_be_mapped_leaves_no_mapping_and_no_memory_behind() {
+    // Where uses are seen at launches it is mapped for its copy first.
+    for (stage, nth) in [(Stage::new as fn(u64) -> Stage, 1), (Stage::looked, 2)] {
+        let mut stage = stage(1);
+        stage.alloc(1).expect("addresses");
+        let denied = DriverCode::OPERATING_SYSTEM;
+        stage.driver().faults().fail(DriverOp::SetAccess, FaultSpan::Nth(nth), denied);
+        let error = stage.try_use(&[0], 0, true).expect_err("it has no right");
+        assert!(error.contains("cuMemSetAccess"), "{error}");
+        assert_eq!(stage.driver().census().mappings, 0);
+        assert_eq!(free_bytes(&stage.pool, DEVICE), CAPACITY_BYTES);
+        stage.use_all(true);
+        stage.end();
+    }
+}
+
+#[test]
+fn addresses_of_a_copy_whose_end_nobody_knows_are_not_used_again() {
+    let mut stage = Stage::looked(2);
+    stage.alloc_each(2);
+    lose_a_copy(&stage);
+    stage.try_use(&[0], 0, false).expect_err("nobody knows when it is full");
+    stage.driver().faults().clear();
+    stage.use_all(true);
+    stage.use_all(false);
+    stage.check();
+    drop(stage.pager.take());
+}
+
+/// Has a chunk leave whose copy is lost, and says whether its context was waited for before its frame went over. The pager's thread may
+/// have copied it before the driver is told to lose that, and then need not wait.
+fn waits_for_a_lost_copy() -> bool {
+    let mut stage = Stage::new(1);
+    stage.alloc_each(2);
+    stage.try_use(&[0], 0, true).expect("here");
+    stage.check();
+    lose_a_copy(&stage);
+    stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
+    let [waited, unmapped] =
+        [DriverOp::ContextSynchronize, DriverOp::Unmap].map(|op| stage.driver().faults().calls(op));
+    stage.driver().faults().clear();
+    stage.try_use(&[1], 0, true).expect("it is copied once more");
+    let went_over = stage.driver().faults().calls(DriverOp::Unmap) > unmapped;
+    let has_waited = stage.driver().faults().calls(DriverOp::ContextSynchronize) > waited;
+    stage.use_all(false);
+    stage.check();
+    stage.end();
+    went_over && has_waited
+}
+
+#[test]
+fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
+    assert!((0..40).any(|_| waits_for_a_lost_copy()));
+}
+
+#[test]
+fn what_the_driver_does_not_say_the_end_of_is_waited_for_when_the_window_ends() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    let start = stage.start_of(0);
+    stage.use_without_end(0);
+    let faults = stage.pool.driver().faults();
+    for call in 1..=2 {
+        faults.fail(DriverOp::EventRecord, FaultSpan::Nth(call), DriverCode::UNKNOWN);
+    }
+    let pager = stage.pager.take();
+    std::thread::scope(|scope| {
+        let waits = stage.pool.driver().faults().calls(DriverOp::ContextSynchronize);
+        let ending = scope.spawn(|| drop(pager));
+        let (core, faults) = (stage.pool.driver().core(), stage.pool.driver().faults());
+        let is_waiting = || faults.calls(DriverOp::ContextSynchronize) > waits;
+        while core.mapping_at(start).is_some() && !is_waiting() {
+            std::thread::yield_now();
+        }
+        assert!(core.mapping_at(start).is_some(), "its use is not over");
+        assert_eq!(faults.fired(), 2);
+        stage.held.clear();
+        ending.join().expect("it has ended");
+    });
+    stage.end();
+}
+
+#[test]
+fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
+    let mut stage = Stage::looked(1);
+    stage.alloc(1).expect("addresses");
+    stage.alloc(1).expect("addresses");
+    stage.try_use(&[0], 0, true).expect("a use");
+    let faults = stage.driver().faults();
+    faults.fail(DriverOp::EventRecord, FaultSpan::Nth(1), DriverCode::UNKNOWN);
+    // Its frame is the only one.
+    stage.try_use(&[1], 0, true).expect("the use of the other has ended");
+    assert_eq!(stage.driver().faults().fired(), 1);
+    stage.use_all(false);
+    stage.check();
+    stage.end();
+}
+
+#[test]
+fn a_capture_that_begins_while_a_use_gets_its_event_has_the_use_end_later() {
+    let mut stage = Stage::looked(1);
+    stage.alloc_each(2);
+    stage.try_use(&[0], 0, true).expect("a use");
+    let faults = stage.driver().faults();
+    let recorded = faults.calls(DriverOp::EventRecord);
+    // It is asked before the event, and behind it.
+    let captured = DriverCode::STREAM_CAPTURE_IMPLICIT;
+    faults.fail(DriverOp::StreamIsCapturing, FaultSpan::Nth(2), captured);
+    let word = word_at(stage.start_of(1), 0);
+    let begun = stage.pager().begin_call(&[word], In::Stream(stage.streams[1]), LIMIT);
+    assert_eq!(stage.driver().faults().fired(), 1, "the first event stands for nothing");
+    assert!(stage.driver().faults().calls(DriverOp::EventRecord) >= recorded + 2);
+    stage.pager().end_call(&begun.expect("the use has ended").expect("paged"));
+    stage.end();
+}

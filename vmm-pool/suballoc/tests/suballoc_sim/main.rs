@@ -1,0 +1,17 @@
+//! Slabs over the simulated driver: what a library sees and what the driver sees, through pauses, and with driver calls failing.
+
+#![expect(
+    clippy::expect_used,
+    reason = "helpers of tests, whose failure to set a stage up is the test's"
+)]
+
+mod odd_orders;
+#[path = "../../../tests/pool_sim/process.rs"]
+#[expect(dead_code, reason = "the pool's tests use the rest")]
+mod process;
+mod slab_holds;
+mod slab_threads;
+mod slabs;
+#[path = "../../../tests/pool_sim/stage.rs"]
+#[expect(dead_code, reason = "the pool's tests use the rest")]
+mod stage;

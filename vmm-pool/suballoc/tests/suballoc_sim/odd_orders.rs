@@ -1,0 +1,792 @@
+//! The same calls, in orders that no library has, by two processes with slabs and by two without: every call's code, every answer and
+//! every byte is the same, through pauses.
+//!
+//! What may differ is one thing: a call that is refused because of slabs names the setting. It is then made by neither.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use sublet_suballoc::Slabs;
+use vmm_pool::driver::sim::{SimDriver, SimOptions};
+use vmm_pool::driver::{
+    AccessDesc, AllocationProp, DeviceAddress, DeviceOrdinal, Driver, DriverCode, Location, VaRange,
+};
+use vmm_pool::{
+    AllocationId, Class, Export, ImportSource, Known, PeerId, PoolError, PoolResult, StayReason,
+    VirtualHandle,
+};
+
+use crate::slabs::{new_memory, reserved_range, right_at};
+use crate::stage::{
+    CAPACITY_BYTES, DEVICE, SimPool, UNIT, UNLIMITED, WHOLE, free_bytes, node, pattern,
+};
+
+/// A call of one of two processes; numbers pick among what exists.
+#[derive(Clone, Debug)]
+enum Call {
+    Create {
+        device: bool,
+        units: u64,
+    },
+    Reserve {
+        units: u64,
+    },
+    Map {
+        handle: usize,
+        place: usize,
+        fits: bool,
+        at: u64,
+        wrong: Wrong,
+    },
+    Access {
+        place: usize,
+        at: u64,
+        units: u64,
+        device: bool,
+        flags: i32,
+    },
+    Unmap {
+        place: usize,
+        at: u64,
+        units: u64,
+    },
+    Free {
+        place: usize,
+    },
+    Release {
+        handle: usize,
+    },
+    Retain {
+        place: usize,
+        at: u64,
+    },
+    Export {
+        handle: usize,
+    },
+    Import {
+        ticket: usize,
+    },
+    Ask {
+        handle: usize,
+    },
+    Write {
+        place: usize,
+        at: u64,
+        device: bool,
+    },
+    /// As a library does it: create, reserve, map, give access, write.
+    Usual {
+        device: bool,
+        units: u64,
+    },
+    PauseOrResume,
+}
+
+/// What is wrong with a mapping.
+#[derive(Clone, Copy, Debug)]
+enum Wrong {
+    Nothing,
+    Offset,
+    Longer,
+    Shorter,
+}
+
+fn any_call() -> impl Strategy<Value = (bool, Call)> {
+    let pick = any::<usize>;
+    let units = || 1..4_u64;
+    // Mostly from the start of a place, and mostly right.
+    let at = || prop_oneof![4 => Just(0_u64), 1 => 1..3_u64];
+    let wrong = prop_oneof![
+        12 => Just(Wrong::Nothing),
+        1 => Just(Wrong::Offset),
+        1 => Just(Wrong::Longer),
+        1 => Just(Wrong::Shorter),
+    ];
+    let call = prop_oneof![
+        6 => (prop::bool::weighted(0.2), units())
+            .prop_map(|(device, units)| Call::Create { device, units }),
+        6 => prop_oneof![5 => units(), 1 => 4..8_u64].prop_map(|units| Call::Reserve { units }),
+        12 => (pick(), pick(), prop::bool::weighted(0.8), at(), wrong)
+            .prop_map(|(handle, place, fits, at, wrong)| Call::Map { handle, place, fits, at, wrong }),
+        5 => (pick(), at(), 0..4_u64, prop::bool::weighted(0.3), prop::sample::select(&[3, 3, 3, 1, 0, 2][..]))
+            .prop_map(|(place, at, units, device, flags)| Call::Access { place, at, units, device, flags }),
+        5 => (pick(), at(), 0..4_u64).prop_map(|(place, at, units)| Call::Unmap { place, at, units }),
+        3 => pick().prop_map(|place| Call::Free { place }),
+        4 => pick().prop_map(|handle| Call::Release { handle }),
+        2 => (pick(), at()).prop_map(|(place, at)| Call::Retain { place, at }),
+        3 => pick().prop_map(|handle| Call::Export { handle }),
+        3 => pick().prop_map(|ticket| Call::Import { ticket }),
+        2 => pick().prop_map(|handle| Call::Ask { handle }),
+        6 => (pick(), at(), any::<bool>()).prop_map(|(place, at, device)| Call::Write { place, at, device }),
+        6 => (prop::bool::weighted(0.2), units())
+            .prop_map(|(device, units)| Call::Usual { device, units }),
+        3 => Just(Call::PauseOrResume),
+    ];
+    (prop::bool::weighted(0.3), call)
+}
+
+fn device(other: bool) -> DeviceOrdinal {
+    DeviceOrdinal(i32::from(other))
+}
+
+fn nccl() -> Class {
+    Class { library: "nccl", tag: "nccl".to_owned(), ..Class::default() }
+}
+
+/// Two processes of one node.
+#[derive(Debug)]
+struct World {
+    pools: [SimPool; 2],
+}
+
+/// What a caller hears.
+type Heard<T> = Result<T, Option<DriverCode>>;
+
+fn heard<T>(outcome: PoolResult<T>) -> Heard<T> {
+    outcome.map_err(|error| error.code())
+}
+
+impl World {
+    fn new(has_slabs: bool) -> Self {
+        let node = node();
+        let pools = [(); 2].map(|()| {
+            let driver = SimDriver::new(node.clone(), SimOptions::default());
+            driver.make_current(DEVICE).expect("device 0");
+            // No host memory but what contents take.
+            let pool = SimPool::new(Arc::new(driver), 0);
+            let slabs = Arc::<Slabs>::default();
+            slabs.use_slabs(has_slabs);
+            assert!(pool.set_front(slabs as _));
+            pool
+        });
+        Self { pools }
+    }
+
+    fn reserve(&self, process: usize, size_bytes: u64) -> VaRange {
+        let pool = &self.pools[process];
+        let start = match pool.front().take_addresses(&pool.enter(), size_bytes, 0, "nccl") {
+            Some(start) => start,
+            None => pool.driver().reserve(size_bytes, 0, DeviceAddress(0)).expect("addresses"),
+        };
+        VaRange::new(start, size_bytes)
+    }
+
+    /// As the hook does.
+    fn free(&self, process: usize, range: VaRange) -> Heard<()> {
+        let pool = &self.pools[process];
+        match pool.front().free_addresses(&pool.enter_giving_up(), range) {
+            Err(PoolError::NotOurs) => pool.driver().free_addresses(range).map_err(Some),
+            outcome => heard(outcome),
+        }
+    }
+
+    fn unmap(&self, process: usize, range: VaRange) -> Heard<()> {
+        let pool = &self.pools[process];
+        match pool.front().unmap(&pool.enter_giving_up(), range) {
+            // The driver's to refuse, which has nothing there.
+            Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
+            outcome => heard(outcome),
+        }
+    }
+
+    fn set_access(&self, process: usize, range: VaRange, access: AccessDesc) -> Heard<()> {
+        match self.pools[process].front().set_access(&self.pools[process].enter(), range, &[access])
+        {
+            Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
+            outcome => heard(outcome),
+        }
+    }
+
+    fn retain(&self, process: usize, address: DeviceAddress) -> Heard<VirtualHandle> {
+        match self.pools[process].front().retain_at(&self.pools[process].enter_giving_up(), address)
+        {
+            Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
+            outcome => heard(outcome),
+        }
+    }
+
+    fn import(&self, from: usize, to: usize, export: &Export) -> Heard<VirtualHandle> {
+        let (owner, importer) = (&self.pools[from], &self.pools[to]);
+        let held = |serial| {
+            heard(importer.front().import_held(&importer.enter(), &Export { serial, ..*export }))
+        };
+        if from == to {
+            return held(export.serial)?.ok_or(None);
+        }
+        let peer = PeerId(to as u64);
+        let fd = heard(owner.redeem(export.id, export.serial, peer))?;
+        if let Some(held) = held(0)? {
+            return Ok(held);
+        }
+        let source = ImportSource {
+            id: export.id,
+            size_bytes: export.size_bytes,
+            owner: PeerId(from as u64),
+        };
+        heard(importer.front().import(&importer.enter(), source, fd.into(), nccl(), export.part))
+    }
+
+    /// The right of a device, as `cuMemGetAccess` has it.
+    fn right(&self, process: usize, address: DeviceAddress, of: DeviceOrdinal) -> Heard<i32> {
+        let (pool, place) = (&self.pools[process], Location::device(of));
+        match pool.who_answers(address) {
+            Known::Nobody => Err(Some(DriverCode::INVALID_VALUE)),
+            Known::Away(facts) => {
+                let found = facts.access.iter().find(|desc| desc.location == place);
+                Ok(found.map_or(0, |desc| desc.flags))
+            }
+            Known::Here(_) | Known::Elsewhere => {
+                let told = pool.driver().core().access_of(address, place).map_err(Some);
+                told.map(|right| right_at(pool, address, place).unwrap_or(right))
+            }
+        }
+    }
+
+    /// Where the mapping at `address` begins and ends, as `cuMemGetAddressRange` has it, by offset to `place`.
+    fn range(&self, process: usize, place: VaRange, address: DeviceAddress) -> Option<(u64, u64)> {
+        let pool = &self.pools[process];
+        if pool.who_answers(address) == Known::Nobody {
+            return None;
+        }
+        let drivers = || pool.driver().core().mapping_at(address).map(|mapping| mapping.range);
+        let range = pool.range_seen(address).or_else(drivers)?;
+        Some((range.start.0 - place.start.0, range.size_bytes))
+    }
+
+    /// What a caller is told of where it reserved.
+    fn reserved(&self, process: usize, address: DeviceAddress) -> Option<VaRange> {
+        let pool = &self.pools[process];
+        reserved_range(pool, address).or_else(|| pool.driver().core().reservation_at(address))
+    }
+
+    /// What all processes hold of what others have made, and of their own.
+    fn pause(&self) {
+        for pool in &self.pools {
+            pool.holdings().freeze();
+        }
+        let [first, second] = [0, 1].map(|index| self.pools[index].holdings().references(&WHOLE));
+        for (pool, mine, theirs) in
+            [(&self.pools[0], &first, &second), (&self.pools[1], &second, &first)]
+        {
+            let given: BTreeSet<AllocationId> = theirs.given.iter().map(|held| held.id).collect();
+            let taken = mine.taken.values().flatten().map(|held| held.id);
+            let stays: Vec<_> =
+                taken.filter(|id| !given.contains(id)).map(|id| (id, StayReason::LetGo)).collect();
+            pool.leave(&stays);
+        }
+        for pool in &self.pools {
+            pool.save(&WHOLE, UNLIMITED).expect("saved");
+        }
+        for pool in &self.pools {
+            pool.release_selected().expect("released");
+        }
+    }
+
+    fn resume(&self) {
+        for pool in &self.pools {
+            pool.create_own(&WHOLE).expect("memory");
+            pool.restore_own(usize::MAX).expect("contents");
+        }
+        for (index, pool) in self.pools.iter().enumerate() {
+            let mut descriptors = std::collections::HashMap::new();
+            for request in pool.import_requests() {
+                let owner = &self.pools[usize::try_from(request.owner.0).expect("0 or 1")];
+                for id in request.ids {
+                    let fd = owner.hand_out(id, PeerId(index as u64)).expect("a descriptor");
+                    descriptors.insert(id, fd);
+                }
+            }
+            pool.import_batch(descriptors).expect("imported");
+        }
+        for pool in &self.pools {
+            drop(pool.commit_resume());
+        }
+    }
+}
+
+/// What a handle stands for, as far as a refusal goes.
+#[derive(Clone, Debug, Default)]
+struct Use {
+    mapped: u32,
+    is_shared: bool,
+    device: bool,
+}
+
+/// The same object in both worlds: without slabs, and with them.
+#[derive(Clone, Debug)]
+struct Handle {
+    values: [VirtualHandle; 2],
+    units: u64,
+    memory: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Place {
+    ranges: [VaRange; 2],
+    units: u64,
+    /// What is mapped, by offset in units: of what memory, and how long.
+    mapped: BTreeMap<u64, (usize, u64)>,
+}
+
+type Ticket = [Export; 2];
+
+#[derive(Debug)]
+struct Both {
+    /// Without slabs, and with them.
+    worlds: [World; 2],
+    /// By process.
+    handles: [Vec<Handle>; 2],
+    places: [Vec<Place>; 2],
+    tickets: Vec<(usize, usize, Ticket)>,
+    uses: Vec<Use>,
+    is_paused: bool,
+    /// Calls since the last pause or resume.
+    since: u32,
+    written: u64,
+    refused: u64,
+}
+
+/// How much of each end of a unit is looked at.
+const EDGE_BYTES: u64 = 4096;
+/// Longer is nobody paused.
+const PAUSED_MAX: u32 = 5;
+
+/// The two ends of a unit, which is what is written and read of it: all of it goes the same way.
+fn edges(unit: DeviceAddress) -> [VaRange; 2] {
+    let last = DeviceAddress(unit.0 + UNIT - EDGE_BYTES);
+    [unit, last].map(|start| VaRange::new(start, EDGE_BYTES))
+}
+
+fn nth<T>(items: &[T], pick: usize) -> Option<usize> {
+    (!items.is_empty()).then(|| pick % items.len())
+}
+
+impl Both {
+    fn new() -> Self {
+        Self {
+            worlds: [World::new(false), World::new(true)],
+            handles: Default::default(),
+            places: Default::default(),
+            tickets: Vec::new(),
+            uses: Vec::new(),
+            is_paused: false,
+            since: 0,
+            written: 0,
+            refused: 0,
+        }
+    }
+
+    /// Has both worlds do it, and says what both have heard.
+    fn same<T: PartialEq + std::fmt::Debug>(
+        &self,
+        what: &str,
+        mut call: impl FnMut(&World, usize) -> T,
+    ) -> T {
+        let plain = call(&self.worlds[0], 0);
+        let slabbed = call(&self.worlds[1], 1);
+        assert_eq!(plain, slabbed, "{what}: without slabs, and with them");
+        plain
+    }
+
+    fn run(&mut self, process: usize, call: &Call) {
+        self.since += 1;
+        if self.is_paused && self.since > PAUSED_MAX {
+            self.pause_or_resume();
+        }
+        match *call {
+            Call::PauseOrResume => self.pause_or_resume(),
+            Call::Unmap { place, at, units } => self.unmap(process, place, at, units),
+            Call::Free { place } => self.free(process, place),
+            Call::Release { handle } => self.release(process, handle),
+            Call::Retain { place, at } => self.retain(process, place, at),
+            Call::Ask { handle } => self.ask(process, handle),
+            _ if self.is_paused => {}
+            Call::Create { device, units } => {
+                self.create(process, device, units);
+            }
+            Call::Reserve { units } => {
+                self.reserve(process, units);
+            }
+            Call::Map { handle, place, fits, at, wrong } => {
+                self.map(process, (handle, place, fits), at, wrong);
+            }
+            Call::Access { place, at, units, device: to, flags } => {
+                let Some(index) = nth(&self.places[process], place) else { return };
+                self.access(process, index, (at, units), (device(to), flags));
+            }
+            Call::Export { handle } => self.export(process, handle),
+            Call::Import { ticket } => self.import(process, ticket),
+            Call::Write { place, at, device: by } => self.write(process, place, at, device(by)),
+            Call::Usual { device: other, units } => {
+                let handle = self.create(process, other, units);
+                let place = self.reserve(process, units);
+                self.map(process, (handle, place, false), 0, Wrong::Nothing);
+                self.access(process, place, (0, units), (device(other), 3));
+                self.write(process, place, 0, device(other));
+            }
+        }
+    }
+
+    fn create(&mut self, process: usize, other: bool, units: u64) -> usize {
+        let prop = AllocationProp::pinned_on(device(other));
+        let values = [0, 1].map(|world: usize| {
+            let pool: &SimPool = &self.worlds[world].pools[process];
+            pool.front()
+                .create(&pool.enter(), new_memory(units * UNIT, prop, nccl()))
+                .expect("memory")
+        });
+        self.uses.push(Use { device: other, ..Use::default() });
+        let memory = self.uses.len() - 1;
+        self.handles[process].push(Handle { values, units, memory });
+        self.handles[process].len() - 1
+    }
+
+    fn reserve(&mut self, process: usize, units: u64) -> usize {
+        let ranges = [0, 1].map(|world: usize| self.worlds[world].reserve(process, units * UNIT));
+        self.places[process].push(Place { ranges, units, mapped: BTreeMap::new() });
+        self.places[process].len() - 1
+    }
+
+    fn map(
+        &mut self,
+        process: usize,
+        (handle, place, fits): (usize, usize, bool),
+        at: u64,
+        wrong: Wrong,
+    ) {
+        let Some(handle) = nth(&self.handles[process], handle) else { return };
+        let handle = self.handles[process][handle].clone();
+        let places = &self.places[process];
+        let fitting: Vec<usize> = (0..places.len())
+            .filter(|&index| !fits || places[index].units == handle.units)
+            .collect();
+        let Some(index) = nth(&fitting, place).map(|index| fitting[index]) else { return };
+        let at = at % self.places[process][index].units;
+        let (units, offset) = match wrong {
+            Wrong::Nothing => (handle.units, 0),
+            Wrong::Offset => (handle.units, UNIT),
+            Wrong::Longer => (handle.units + 1, 0),
+            Wrong::Shorter => (handle.units - 1, 0),
+        };
+        if units == 0 {
+            return;
+        }
+        let ranges = self.places[process][index]
+            .ranges
+            .map(|range| VaRange::new(DeviceAddress(range.start.0 + at * UNIT), units * UNIT));
+        let call = |world: usize| {
+            let pool = &self.worlds[world].pools[process];
+            pool.front().map(&pool.enter(), ranges[world], offset, handle.values[world])
+        };
+        let slabbed = call(1);
+        if let Err(error) = &slabbed
+            && error.to_string().contains("SUBLET_SLABS")
+        {
+            self.check_refusal(&handle);
+            return;
+        }
+        let plain = heard(call(0));
+        let told = format!("{slabbed:?}");
+        assert_eq!(plain, heard(slabbed), "a mapping, without slabs and with them: {told}");
+        if plain.is_ok() {
+            self.places[process][index].mapped.insert(at, (handle.memory, units));
+            self.uses[handle.memory].mapped += 1;
+        }
+    }
+
+    /// Of memory that is mapped nowhere and known to nobody else nothing is refused, unless what is so lies where it is to be, or a slab of another
+    /// device.
+    fn check_refusal(&mut self, handle: &Handle) {
+        self.refused += 1;
+        let own = &self.uses[handle.memory];
+        let is_used = |found: &Use| found.mapped > 0 || found.is_shared;
+        let is_another = |found: &Use| found.device != own.device;
+        assert!(self.uses.iter().any(|found| is_used(found) || is_another(found)), "{handle:?}");
+    }
+
+    fn part(&self, process: usize, index: usize, at: u64, units: u64) -> [VaRange; 2] {
+        let place = &self.places[process][index];
+        let at = at % place.units;
+        // None means all that is left.
+        let units = if units == 0 { place.units - at } else { units };
+        place
+            .ranges
+            .map(|range| VaRange::new(DeviceAddress(range.start.0 + at * UNIT), units * UNIT))
+    }
+
+    /// Of ranges that leave their place no two drivers know the same; and rights to a part of a mapping are the driver's to judge.
+    fn is_comparable(&self, process: usize, index: usize, range: VaRange) -> bool {
+        let place = &self.places[process][index];
+        let end = place.ranges[0].end();
+        let cuts = |edge: u64| {
+            let edge = (edge - place.ranges[0].start.0) / UNIT;
+            place.mapped.iter().any(|(&at, (_, units))| at < edge && edge < at + units)
+        };
+        range.end() <= end && !cuts(range.start.0) && !cuts(range.end().0)
+    }
+
+    fn access(
+        &mut self,
+        process: usize,
+        index: usize,
+        (at, units): (u64, u64),
+        (to, flags): (DeviceOrdinal, i32),
+    ) {
+        let ranges = self.part(process, index, at, units);
+        if !self.is_comparable(process, index, ranges[0]) {
+            return;
+        }
+        let access = AccessDesc { flags, ..AccessDesc::read_write(to) };
+        let _same =
+            self.same("rights", |world, index| world.set_access(process, ranges[index], access));
+        self.check_place(process, index);
+    }
+
+    fn unmap(&mut self, process: usize, place: usize, at: u64, units: u64) {
+        let Some(index) = nth(&self.places[process], place) else { return };
+        let ranges = self.part(process, index, at, units);
+        let place = &self.places[process][index];
+        if ranges[0].end() > place.ranges[0].end() {
+            return;
+        }
+        let start = (ranges[0].start.0 - place.ranges[0].start.0) / UNIT;
+        let end = start + ranges[0].size_bytes / UNIT;
+        let done = self.same("an unmapping", |world, index| world.unmap(process, ranges[index]));
+        if done.is_ok() {
+            let place = &mut self.places[process][index];
+            let gone: Vec<_> = place.mapped.range(start..end).map(|(&at, _)| at).collect();
+            for at in gone {
+                if let Some((memory, _)) = place.mapped.remove(&at) {
+                    self.uses[memory].mapped -= 1;
+                }
+            }
+        }
+    }
+
+    fn free(&mut self, process: usize, place: usize) {
+        let Some(index) = nth(&self.places[process], place) else { return };
+        let ranges = self.places[process][index].ranges;
+        let done = self.same("a free", |world, index| world.free(process, ranges[index]));
+        if done.is_ok() {
+            self.places[process].swap_remove(index);
+        }
+    }
+
+    fn release(&mut self, process: usize, handle: usize) {
+        let Some(index) = nth(&self.handles[process], handle) else { return };
+        let values = self.handles[process][index].values;
+        let done = self.same("a release", |world, index| {
+            heard(
+                world.pools[process]
+                    .front()
+                    .release(&world.pools[process].enter_giving_up(), values[index]),
+            )
+        });
+        assert_eq!(done, Ok(()), "each is in the list as often as it has references");
+        // A number that nobody holds is the driver's to judge, and the pool knows those that tickets hold.
+        self.handles[process].swap_remove(index);
+    }
+
+    fn retain(&mut self, process: usize, place: usize, at: u64) {
+        let Some(index) = nth(&self.places[process], place) else { return };
+        let ranges = self.part(process, index, at, 1);
+        let at = (ranges[0].start.0 - self.places[process][index].ranges[0].start.0) / UNIT;
+        let mut values = Vec::new();
+        let _same = self.same("a handle asked back", |world, index| {
+            let inside = DeviceAddress(ranges[index].start.0 + 5);
+            world.retain(process, inside).map(|value| values.push(value))
+        });
+        if let [plain, slabbed] = values[..] {
+            let mapped = self.places[process][index].mapped.range(..=at).next_back();
+            let (_, &(memory, units)) = mapped.expect("it is mapped");
+            self.handles[process].push(Handle { values: [plain, slabbed], units, memory });
+        }
+    }
+
+    fn ask(&mut self, process: usize, handle: usize) {
+        let Some(index) = nth(&self.handles[process], handle) else { return };
+        let values = self.handles[process][index].values;
+        let _same = self.same("properties", |world, index| {
+            heard(
+                world.pools[process]
+                    .front()
+                    .properties(&world.pools[process].enter_giving_up(), values[index]),
+            )
+        });
+    }
+
+    fn export(&mut self, process: usize, handle: usize) {
+        let Some(index) = nth(&self.handles[process], handle) else { return };
+        let Handle { values, memory, .. } = self.handles[process][index];
+        let mut tickets = Vec::new();
+        let done = self.same("an export", |world, index| -> Heard<bool> {
+            let pool = &world.pools[process];
+            let ticket = heard(pool.front().export(&pool.enter(), values[index]))?;
+            // What another process owns is the agent's to pass on.
+            let is_own = ticket.owner.is_none();
+            if is_own {
+                tickets.push(ticket);
+            }
+            Ok(is_own)
+        });
+        if done == Ok(true) {
+            let ticket: Ticket = tickets.try_into().expect("two");
+            self.uses[memory].is_shared = true;
+            self.tickets.push((process, index, ticket));
+            let units = self.handles[process][index].units;
+            if let Some(last) = self.tickets.last_mut() {
+                last.1 = memory << 8 | usize::try_from(units).expect("small");
+            }
+        }
+    }
+
+    fn import(&mut self, process: usize, ticket: usize) {
+        let Some(index) = nth(&self.tickets, ticket) else { return };
+        let (owner, what, ticket) = self.tickets.swap_remove(index);
+        let (memory, units) = (what >> 8, (what & 0xff) as u64);
+        let mut values = Vec::new();
+        let _same = self.same("an import", |world, index| {
+            world.import(owner, process, &ticket[index]).map(|value| values.push(value))
+        });
+        if let [plain, slabbed] = values[..] {
+            self.handles[process].push(Handle { values: [plain, slabbed], units, memory });
+        }
+    }
+
+    fn write(&mut self, process: usize, place: usize, at: u64, by: DeviceOrdinal) {
+        let Some(index) = nth(&self.places[process], place) else { return };
+        let ranges = self.part(process, index, at, 1);
+        self.written += 1;
+        let bytes = pattern(self.written);
+        let fill = |world: usize| {
+            let core = self.worlds[world].pools[process].driver().core();
+            let filled = edges(ranges[world].start).map(|edge| core.fill_device(by, edge, &bytes));
+            filled.into_iter().collect::<Result<(), _>>()
+        };
+        // With slabs more can be reached: who may not write does not.
+        if fill(0).is_ok() {
+            assert_eq!(fill(1), Ok(()), "who may write does");
+        }
+    }
+
+    fn pause_or_resume(&mut self) {
+        self.check();
+        for world in &self.worlds {
+            if self.is_paused { world.resume() } else { world.pause() }
+        }
+        self.is_paused = !self.is_paused;
+        self.since = 0;
+        self.check();
+    }
+
+    fn check(&self) {
+        for process in [0, 1] {
+            for index in 0..self.places[process].len() {
+                self.check_place(process, index);
+            }
+        }
+    }
+
+    /// What is said of it is the same, and what is in it.
+    fn check_place(&self, process: usize, index: usize) {
+        let place = &self.places[process][index];
+        for at in 0..place.units {
+            let address = |world: usize| DeviceAddress(place.ranges[world].start.0 + at * UNIT + 8);
+            let _same = self.same("the range", |world, index| {
+                world.range(process, place.ranges[index], address(index))
+            });
+            let _same = self.same("what is reserved", |world, index| {
+                let reserved = world.reserved(process, address(index)).expect("reserved");
+                (reserved.start.0 - place.ranges[index].start.0, reserved.size_bytes)
+            });
+            for by in [DeviceOrdinal(0), DeviceOrdinal(1)] {
+                let right =
+                    self.same("a right", |world, index| world.right(process, address(index), by));
+                if right.is_ok_and(|right| right & 1 != 0) && !self.is_paused {
+                    self.check_bytes(process, place.ranges, at, by);
+                }
+            }
+        }
+    }
+
+    fn check_bytes(&self, process: usize, ranges: [VaRange; 2], at: u64, by: DeviceOrdinal) {
+        let unit = |world: usize| DeviceAddress(ranges[world].start.0 + at * UNIT);
+        let holds = |world: usize, seed: Option<u64>| {
+            let core = self.worlds[world].pools[process].driver().core();
+            let is_so = |edge| match seed {
+                Some(seed) => core.device_holds(by, edge, &pattern(seed)),
+                None => core.is_clear(by, edge),
+            };
+            edges(unit(world)).map(is_so) == [Ok(true); 2]
+        };
+        let seeds = std::iter::once(None).chain((1..=self.written).rev().map(Some));
+        let found = seeds.into_iter().find(|seed| holds(0, *seed));
+        let found = found.expect("it holds what was written");
+        assert!(holds(1, found), "it holds {found:?} without slabs");
+    }
+
+    /// All is given up, and nothing is left.
+    fn finish(mut self) -> u64 {
+        if self.is_paused {
+            self.pause_or_resume();
+        }
+        self.check();
+        for process in [0, 1] {
+            while !self.places[process].is_empty() {
+                self.unmap(process, 0, 0, 0);
+                self.free(process, 0);
+            }
+        }
+        for (owner, _, ticket) in std::mem::take(&mut self.tickets) {
+            for (world, export) in self.worlds.iter().zip(ticket) {
+                world.pools[owner].enter().take_ticket_back(&export);
+            }
+        }
+        for process in [0, 1] {
+            while !self.handles[process].is_empty() {
+                self.release(process, 0);
+            }
+        }
+        for world in &self.worlds {
+            for pool in &world.pools {
+                // Descriptors and what was deferred go with a pause.
+                assert!(pool.report().devices.is_empty(), "{:?}", pool.report());
+                let census = pool.driver().core().census();
+                assert_eq!((census.handles, census.reservations, census.mappings), (0, 0, 0));
+            }
+            for device in [DeviceOrdinal(0), DeviceOrdinal(1)] {
+                assert_eq!(free_bytes(&world.pools[0], device), CAPACITY_BYTES);
+            }
+        }
+        self.refused
+    }
+}
+
+#[test]
+fn calls_in_any_order_are_answered_as_without_slabs() {
+    let cases = std::env::var("SUBLET_ODD_ORDERS").ok().and_then(|cases| cases.parse().ok());
+    let config = Config {
+        cases: cases.unwrap_or(60),
+        max_shrink_iters: 400,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    // The same in every run.
+    let mut runner =
+        TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+    let calls = prop::collection::vec(any_call(), 1..80);
+    let (refused, made) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    let outcome = runner.run(&calls, |calls| {
+        let mut both = Both::new();
+        for (process, call) in &calls {
+            both.run(usize::from(*process), call);
+        }
+        made.set(made.get() + calls.len() as u64);
+        refused.set(refused.get() + both.finish());
+        Ok(())
+    });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
+    assert!(refused.get() * 10 < made.get(), "{} of {} are refused", refused.get(), made.get());
+}
