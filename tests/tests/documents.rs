@@ -180,7 +180,7 @@ fn every_document_is_as_the_schema_says() -> Outcome {
     assert!(member["member"]["id"].is_string() && member["member"]["asked"]["round"].is_string());
     let saved = checked.stage.run_dir_path().join("saved");
     checked.run("save", 0, &["save", "train", &saved.to_string_lossy()])?;
-    let again = checked.run("failed", 1, &["save", "train", &saved.to_string_lossy()])?;
+    let again = checked.run("failed", 2, &["save", "train", &saved.to_string_lossy()])?;
     assert_eq!(again["code"], "usage");
 
     let infer = checked
