@@ -78,7 +78,12 @@ impl<D: Driver> Executor<D> {
                 Reply::PhaseDone(phase, PhaseAnswer { report, drained })
             }
             Err(failure) => {
-                tracing::error!(?phase, elapsed_us, "{failure}");
+                // Who has ordered the phase reports it: the job's own log is for what the job loses.
+                if failure.kind == FailureKind::Faulted {
+                    tracing::error!(?phase, elapsed_us, "{failure}");
+                } else {
+                    tracing::info!(?phase, elapsed_us, "{failure}");
+                }
                 self.refuse(failure)
             }
         }
