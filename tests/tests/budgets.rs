@@ -353,7 +353,8 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     assert!(unknown.code == Some(1) && unknown.stderr.contains("nobody"), "{unknown:?}");
     let library = stage.files().preload.to_string_lossy().into_owned();
     let again = |tenant: &str, budget: &str| {
-        let arguments = ["run", "--tenant", tenant, "--budget", budget, "--library", &library];
+        let arguments =
+            ["run", "--join", "--tenant", tenant, "--budget", budget, "--library", &library];
         stage.sublet(&[&arguments[..], &["--", "true"]].concat())
     };
     let mut one = stage.hoard("infer", &["--budget", "0=160MiB"], &[])?;

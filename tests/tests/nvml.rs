@@ -177,7 +177,7 @@ fn one_that_attaches_and_one_that_is_linked_and_forks_are_answered_so_too() -> O
     let nvml = Files::library_dir("simnvml").join("libnvidia-ml.so.1");
     sublet_stage::programs::cc(&source, &program, &[nvml]);
     let mut command = stage.command(&stage.files().sublet);
-    command.args(["run", "--tenant", "infer", "--library", &library, "--"]).arg(&program);
+    command.args(["run", "--join", "--tenant", "infer", "--library", &library, "--"]).arg(&program);
     let output = command.env("LD_LIBRARY_PATH", stage.libraries_with_nvml()).output()?;
     let line = format!("0 {} {} {}\n", within[0], within[1], within[2]);
     assert_eq!(String::from_utf8_lossy(&output.stdout), line.repeat(2), "{output:?}");
