@@ -353,7 +353,8 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     assert!(unknown.code == Some(1) && unknown.stderr.contains("nobody"), "{unknown:?}");
     let library = stage.files().preload.to_string_lossy().into_owned();
     let again = |tenant: &str, budget: &str| {
-        let arguments = ["run", "--tenant", tenant, "--budget", budget, "--library", &library];
+        let arguments =
+            ["run", "--join", "--tenant", tenant, "--budget", budget, "--library", &library];
         stage.sublet(&[&arguments[..], &["--", "true"]].concat())
     };
     let mut one = stage.hoard("infer", &["--budget", "0=160MiB"], &[])?;
@@ -372,10 +373,12 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     let fits = again("other", "0=64MiB")?.succeeded()?;
     assert!(!fits.stderr.contains("by turns"), "{fits:?}");
     // Set by hand and no budget: said, and nothing is bounded.
-    let mut by_hand = stage.hoard("hand", &[], &[])?;
+    let mut by_hand = stage.hoard("hand", &[], &[("CUDA_VISIBLE_DEVICES", "0")])?;
     takes(&mut by_hand, "create", 2 * MIB)?;
-    let late = stage.sublet(&["budget", "hand", "7=1GiB"])?.succeeded()?;
-    assert!(late.stdout.contains("no process of tenant 'hand' sees GPU 7 so far"), "{late:?}");
+    let late = stage.sublet(&["budget", "hand", "1=1GiB"])?.succeeded()?;
+    assert!(late.stdout.contains("no process of tenant 'hand' sees GPU 1 so far"), "{late:?}");
+    let nowhere = stage.sublet(&["budget", "hand", "7=1GiB"])?.exited(2)?;
+    assert!(nowhere.stderr.contains("there is no GPU 7 for a budget"), "{nowhere:?}");
     Ok(())
 }
 

@@ -264,7 +264,7 @@ fn a_place_that_others_may_rename_takes_no_saved_contents() -> Outcome {
     for place in ["open/saved", "link/saved", "open/inner/saved"] {
         let place = base.path().join(place);
         let ran =
-            stage.sublet(&["save".as_ref(), "train".as_ref(), place.as_os_str()])?.exited(1)?;
+            stage.sublet(&["save".as_ref(), "train".as_ref(), place.as_os_str()])?.exited(2)?;
         assert!(ran.stderr.contains("lets others replace what lies in it"), "{ran:#?}");
         assert_eq!(ran.stderr.lines().count(), 1, "{ran:#?}");
         assert!(!place.exists());

@@ -31,7 +31,7 @@ fn run_refuses_a_wrong_setting_before_it_starts_the_job_and_warns_of_an_unknown_
 fn run_says_that_its_job_joins_a_tenant_which_runs_already() -> Outcome {
     let stage = Stage::new(&[128 * MIB])?;
     let library = stage.files().preload.to_string_lossy();
-    let job = ["run", "--tenant", "train", "--library", &library, "--", "true"];
+    let job = ["run", "--join", "--tenant", "train", "--library", &library, "--", "true"];
     assert_eq!(stage.sublet(&job)?.succeeded()?.stderr, "");
     let first = stage.turn_taker("train", &[], 0)?;
     let said = stage.sublet(&job)?.succeeded()?.stderr;
