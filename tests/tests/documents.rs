@@ -9,13 +9,14 @@ use sublet_tests::{JobOptions, MIB, Outcome, Spmd, SpmdOptions, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 /// Definitions that take a death, a second family, NVIDIA's management library, or a control group with a limit.
-const NOT_HERE: [&str; 8] = [
+const NOT_HERE: [&str; 9] = [
     "FailedProcess",
     "GroupIdentity",
     "HeldOnGpu",
     "LeftOnGpus",
     "Lent",
     "Occupant",
+    "Outside",
     "ProcessName",
     "StageLeft",
 ];
