@@ -31,8 +31,10 @@ use std::sync::{LazyLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use sublet_cuda_driver::paged::{Window, WindowList};
-use sublet_pager::{In, PageError, Pager, Touched};
+use sublet_pager::{In, PageError, PageResult, Pager, Touched};
+use sublet_turns::Allocation;
 use tenants::error_text::chain;
+use vmm_pool::PoolError;
 use vmm_pool::driver::{CudaDriver, DeviceAddress, DriverCode, RawContext, RawStream, VaRange};
 
 use crate::contexts;
@@ -402,14 +404,44 @@ impl Drop for StaysInUse {
 /// # Errors
 /// The code that the call is to answer with.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<StaysInUse>, c_int> {
-    let begun = StaysInUse::new()
-        .begin(place, |pager, place| pager.begin_call(found.ranges(), place, WAIT));
+    let begun = StaysInUse::new().begin(place, |pager, place| {
+        with_room(pager, found.ranges(), || pager.begin_call(found.ranges(), place, WAIT))
+    });
     begun.map_err(|error| {
         if let Some(member) = runtime::member() {
             member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
         }
         code_of(&error).0
     })
+}
+
+/// Does `make`, which brings paged memory in `ranges` to the device. Where that has no room for it and the process takes turns, waits for room and tries
+/// again. The caller is not inside the gate.
+///
+/// # Errors
+/// The last error of `make`.
+pub(crate) fn with_room<T>(
+    pager: &Pager<CudaDriver>,
+    ranges: &[VaRange],
+    mut make: impl FnMut() -> PageResult<T>,
+) -> PageResult<T> {
+    match make() {
+        Err(error) if is_full(&error) => {}
+        done => return done,
+    }
+    let Some(member) = runtime::member() else { return make() };
+    let size_bytes = ranges.iter().map(|range| range.size_bytes).sum();
+    let device = Some(pager.device());
+    let allocation = Allocation { device, size_bytes, is_asked_twice: false, may_wait: true };
+    sublet_turns::wait_for_room(member, allocation, is_full, make)
+}
+
+fn is_full(error: &PageError) -> bool {
+    if let PageError::Shared(error) = error {
+        return is_full(error);
+    }
+    let is_drivers = matches!(error, PageError::Pool(PoolError::Driver { .. }));
+    is_drivers && code_of(error) == DriverCode::OUT_OF_MEMORY
 }
 
 /// A graph is about to be launched, where `place` says. What it uses is on the device.

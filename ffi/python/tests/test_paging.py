@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import sublet
 from sublet import _paging, _paging_regions
 from sublet._library import own_library
+from package_stage import Stage, simulated_node
 from simdriver import MIB, Memory, allocate, call, free_bytes
 
 CHUNK = 2 * MIB
@@ -53,6 +55,18 @@ def test_four_spans_go_through_the_frames_of_two_and_keep_their_bytes() -> None:
     assert free_bytes() >= before
     with pytest.raises(sublet.UsageError, match="is no pager"):
         library.page_alloc(pager, CHUNK)
+
+
+def test_memory_for_frames_waits_for_a_turn(stage: Stage, tmp_path: Path) -> None:
+    variables = {**simulated_node(tmp_path / "node", 64 * MIB), "SUBLET_TURNS": "auto,wait=2m"}
+    idle, pages = (stage.worker(name, **variables) for name in ("idle", "pages"))
+    idle.do("memory = simdriver.allocate(44 * MIB, fill=7)")
+    pages.do("from sublet._library import own_library; simdriver.allocate(2 * MIB).free(); library = own_library()")
+    pages.do("pager = library.page_open(0, 64 * MIB, 4 * MIB, 32 * MIB)")
+    pages.do("spans = [library.page_alloc(pager, 4 * MIB) for _ in range(8)]")
+    pages.do(f"library.page_acquire(pager, spans, 0, {WAIT_MS})")
+    pages.do("library.page_release(pager, spans, 0, True)")
+    assert idle.do("memory.read() == b'\\x07' * 44 * MIB") is True
 
 
 @pytest.mark.parametrize(

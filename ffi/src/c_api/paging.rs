@@ -196,7 +196,10 @@ pub unsafe extern "C" fn sublet_page_acquire(
     let limit = Duration::from_millis(timeout_ms.into());
     // SAFETY: as this function's caller promises.
     unsafe {
-        with_spans(pager, spans, count, |it, spans| it.acquire(spans, RawStream(stream), limit))
+        with_spans(pager, spans, count, |it, spans| {
+            let ranges: Vec<_> = spans.iter().filter_map(|span| it.span_at(*span)).collect();
+            look::with_room(it, &ranges, || it.acquire(spans, RawStream(stream), limit))
+        })
     }
 }
 

@@ -43,7 +43,7 @@ use gather::{Silent, gather, history_of};
 pub use outcome::Switched;
 use queue::{CallsOff, LOCK_TIMEOUT, Queue, never};
 pub use reach::others_give;
-pub use room::{Allocation, Newcomer, with_room};
+pub use room::{Allocation, Newcomer, wait_for_room, with_room};
 pub use turn::Turn;
 use turn_files::TurnDir;
 

@@ -60,10 +60,23 @@ pub fn with_room<D: Driver, T>(
     allocation: Allocation,
     mut make: impl FnMut() -> PoolResult<T>,
 ) -> PoolResult<T> {
-    let mut make = || match make() {
+    let make = || match make() {
         Err(error) if gives_way(member, allocation, &error) => make(),
         done => done,
     };
+    wait_for_room(member, allocation, is_full, make)
+}
+
+/// As [`with_room`], for memory that is made in another way: `is_full` says whether an error is for want of room on the device.
+///
+/// # Errors
+/// The last error of `make`.
+pub fn wait_for_room<D: Driver, T, E>(
+    member: &Member<D>,
+    allocation: Allocation,
+    is_full: fn(&E) -> bool,
+    mut make: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
     let refused = match make() {
         Err(error) if is_full(&error) => error,
         done => return done,
@@ -85,7 +98,7 @@ pub fn with_room<D: Driver, T>(
     let entered = Queue::enter(run_dir, tenant, wish, wait, calls_off);
     drop(waits);
     let why = match entered {
-        Ok(mut queue) => match try_again(member, &mut queue, (wait, began), make) {
+        Ok(mut queue) => match try_again(member, &mut queue, (wait, began), is_full, make) {
             Ok(done) => return done,
             Err(why) => why,
         },
@@ -131,12 +144,13 @@ fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
 ///
 /// # Errors
 /// Why there is none.
-fn try_again<D: Driver, T>(
+fn try_again<D: Driver, T, E>(
     member: &Member<D>,
     queue: &mut Queue,
     (wait, began): (Duration, Instant),
-    mut make: impl FnMut() -> PoolResult<T>,
-) -> Result<PoolResult<T>, String> {
+    is_full: fn(&E) -> bool,
+    mut make: impl FnMut() -> Result<T, E>,
+) -> Result<Result<T, E>, String> {
     let is_over = || member.presence().has_left() || signals::has_come();
     let checkpointer = (member.config().checkpointer)();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
