@@ -377,7 +377,10 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     takes(&mut by_hand, "create", 2 * MIB)?;
     let late = stage.sublet(&["budget", "hand", "1=1GiB"])?.succeeded()?;
     assert!(late.stdout.contains("no process of tenant 'hand' sees GPU 1 so far"), "{late:?}");
-    let nowhere = stage.sublet(&["budget", "hand", "7=1GiB"])?.exited(2)?;
+    // NVIDIA's management library tells how many there are.
+    let words = ["budget", "hand", "7=1GiB"];
+    let libraries = stage.libraries_with_nvml();
+    let nowhere = stage.sublet_told("LD_LIBRARY_PATH", &libraries, &words)?.exited(2)?;
     assert!(nowhere.stderr.contains("there is no GPU 7 for a budget"), "{nowhere:?}");
     Ok(())
 }
