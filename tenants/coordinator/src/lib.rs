@@ -2,8 +2,8 @@
 //!
 //! There is no daemon: the process that wants a tenant paused (the command, one of its own processes, another
 //! tenant's policy) is its coordinator for that time, under a lock. All members finish a phase before any
-//! starts the next. A failure before the point of no return ([`Phase::Release`] of a pause,
-//! [`Phase::Activate`] of a resume) is undone in all of them; after it the members that are left are taken
+//! starts the next. A failure before the point of no return ([`Release`](sublet_protocol::wire::Phase::Release) of a pause,
+//! [`Activate`](sublet_protocol::wire::Phase::Activate) of a resume) is undone in all of them; after it the members that are left are taken
 //! to the end, and those that were lost are reported.
 //!
 //! A step is sent to all members, then one poll waits for all answers. Threads are started for calls of the driver's about other processes
