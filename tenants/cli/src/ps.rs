@@ -194,7 +194,16 @@ fn waits_of(tenant: &TenantView) -> impl Iterator<Item = String> {
 /// Says how much memory is free, and which processes no pause reaches.
 fn ending(view: &View) -> impl Iterator<Item = String> {
     let strayed = view.outside.iter().flatten().filter_map(Outside::strayed);
-    free_line(view).into_iter().chain(strayed)
+    free_line(view).into_iter().chain(unchecked(view)).chain(strayed)
+}
+
+/// Says that processes outside may be there and are not shown.
+fn unchecked(view: &View) -> Option<String> {
+    let is_asked = view.gpus.iter().any(|gpu| gpu.used_bytes.is_some());
+    (is_asked && view.outside.is_none()).then(|| {
+        "memory outside Sublet: not checked, because NVIDIA's library knows processes by other ids than this pid namespace"
+            .to_owned()
+    })
 }
 
 /// Says how much memory is free, where the management library tells.
@@ -416,7 +425,8 @@ pub(crate) mod tests {
         let gpus = vec![GpuBytes { uuid: UUID.to_owned(), bytes: 689 << 20 }];
         let left = vec![Left { pid: 11, gpus }];
         let tenants = vec![TenantView { stats, changed_by: Vec::new(), silent, left }];
-        let view = View::of(tenants, &Gpus::of(vec![h200()]));
+        let mut view = View::of(tenants, &Gpus::of(vec![h200()]));
+        view.outside = Some(Vec::new());
         let mut output = Output::default();
         render(&view, &BTreeMap::new(), &mut output);
         let expected = "\
@@ -458,6 +468,9 @@ train 10: 3 GiB of saved contents are in a file, to make room in host memory: a 
             gpus: vec![GpuBytes { uuid: UUID.to_owned(), bytes: gibibytes << 30 }],
         };
         let mut view = View::of(Vec::new(), &Gpus::of(vec![h200()]));
+        let mut output = Output::default();
+        overview(&view, &BTreeMap::new(), &mut output);
+        assert!(output.text().contains("memory outside Sublet: not checked"), "{}", output.text());
         view.outside = Some(vec![outside(9, None, 12), outside(8, Some("train"), 8)]);
         let strayed = "train: process 8 (python hold.py), started by this job, runs outside Sublet: no pause moves its 8 GiB";
         let mut output = Output::default();
@@ -504,7 +517,8 @@ free: 120 GiB of 140 GiB on GPU 3
         let tenants = vec![TenantView { stats, changed_by, silent, left }];
         let gpu = |index| Gpu { index: Some(index), uuid: uuid(index), ..h200() };
         let mut output = Output::default();
-        let view = View::of(tenants, &Gpus::of((0..8).map(gpu).collect()));
+        let mut view = View::of(tenants, &Gpus::of((0..8).map(gpu).collect()));
+        view.outside = Some(Vec::new());
         overview(&view, &BTreeMap::new(), &mut output);
         let expected = "\
 TENANT  STATE   GPU  ON GPU  OFF GPU      PID  COMMAND

@@ -23,7 +23,8 @@ pub(crate) struct View {
     pub(crate) tenants: Vec<TenantView>,
     /// Tenants that cannot be looked at. The others are shown.
     pub(crate) refused: Vec<Refused>,
-    /// Processes with GPU memory that are of no tenant, the largest first. None where one tenant is looked at, and where that is not known.
+    /// Processes with GPU memory that are of no tenant, the largest first; empty where one tenant is looked at. None where nobody can tell them from
+    /// those of tenants.
     pub(crate) outside: Option<Vec<Outside>>,
 }
 
@@ -146,7 +147,7 @@ impl View {
             found.stats.members.iter().map(|member| member.member.pid).chain(silent)
         });
         let outside = || outsiders::outside(run_dir, &members.collect(), gpus);
-        let outside = if tenant.is_none() { outside() } else { None };
+        let outside = if tenant.is_none() { outside() } else { Some(Vec::new()) };
         Ok(Self { refused, outside, ..Self::of(tenants, gpus) })
     }
 
