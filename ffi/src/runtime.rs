@@ -31,7 +31,7 @@ use tenants::numa;
 use tenants::run_dir::{self, RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::transport::command_installed_with;
-use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _, DriverCode, VaRange};
+use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DeviceUuid, Driver as _, DriverCode, VaRange};
 use vmm_pool::sync::lock;
 
 use crate::contexts;
@@ -363,16 +363,19 @@ pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, Str
     Some((run_dir().ok()?, tenant_name().ok()?, gpu, turns.wait))
 }
 
-/// Returns the bytes of the GPU `uuid` that others would give up for this process, where it takes turns: see [`sublet_turns::others_give`]. Where it does
-/// not, or when something of ours fails, `look_free` is not called, and nobody gives anything.
-pub(crate) fn others_give(uuid: &str, look_free: impl FnMut()) -> u64 {
+/// Returns the bytes of the GPU that `uuid` finds which others would give up for this process, where it takes turns: see [`sublet_turns::others_give`].
+/// Where it does not, or when something of ours fails, neither is called, and nobody gives anything.
+pub(crate) fn others_give(
+    uuid: impl FnOnce() -> Option<DeviceUuid>,
+    look_free: impl FnMut(),
+) -> u64 {
     let takes_turns = environment::current().settings.turns.queues;
     if !takes_turns || environment::is_the_command() || is_leaving() || is_forked() {
         return 0;
     }
     let ask = || {
-        let (run_dir, tenant) = (run_dir().ok()?, tenant_name().ok()?);
-        Some(sublet_turns::others_give(&run_dir, &tenant, uuid, look_free))
+        let (uuid, run_dir, tenant) = (uuid()?.to_string(), run_dir().ok()?, tenant_name().ok()?);
+        Some(sublet_turns::others_give(&run_dir, &tenant, &uuid, look_free))
     };
     netted(ask).ok().flatten().unwrap_or(0)
 }

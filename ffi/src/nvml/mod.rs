@@ -156,7 +156,8 @@ fn narrowed<M: Narrow + Copy>(device: Pointer, place: *mut M, own: impl Fn() -> 
     if code != SUCCESS || place.is_null() {
         return code;
     }
-    let others_bytes = others_give(device, || code = own());
+    let uuid = || gpu_of(device).map(|gpu| gpu.uuid);
+    let others_bytes = runtime::others_give(uuid, || code = own());
     let bound = bound(device, |_, _| ()).map(|(bound, ())| bound);
     let bound = Bound { others_bytes, ..bound.unwrap_or(Bound::NONE) };
     if code == SUCCESS && bound != Bound::NONE {
@@ -166,15 +167,6 @@ fn narrowed<M: Narrow + Copy>(device: Pointer, place: *mut M, own: impl Fn() -> 
         unsafe { place.write_unaligned(said.within(bound)) };
     }
     code
-}
-
-/// Returns the bytes that others would give up of a GPU for this process, where it takes turns. `look_free` is as [`runtime::others_give`] has it.
-fn others_give(device: Pointer, look_free: impl FnMut()) -> u64 {
-    if !environment::current().settings.turns.queues {
-        return 0;
-    }
-    let gpu = runtime::netted(|| gpu_of(device)).ok().flatten();
-    gpu.map_or(0, |gpu| runtime::others_give(&gpu.uuid.to_string(), look_free))
 }
 
 /// All processes on a GPU, as NVML's `own` function lists them.

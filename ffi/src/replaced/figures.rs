@@ -50,13 +50,17 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 
 /// Adds what others would give up to what is free.
 fn add_others(device: DeviceOrdinal, free: *mut usize, total: *mut usize) {
-    let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name)).ok();
-    let uuid = driver.and_then(|driver| driver.device_uuid(device).ok());
-    let Some(uuid) = uuid else { return };
-    let others_bytes = runtime::others_give(&uuid.to_string(), || {
+    let uuid = || {
+        let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name)).ok()?;
+        driver.device_uuid(device).ok()
+    };
+    let others_bytes = runtime::others_give(uuid, || {
         // One that fails leaves the figures of the first.
         call_driver!(cuMemGetInfo_v2(free, total));
     });
+    if others_bytes == 0 {
+        return;
+    }
     // SAFETY: the caller's out-pointer, which the driver has just written.
     let free_bytes = unsafe { free.read_unaligned() };
     // SAFETY: as above.
