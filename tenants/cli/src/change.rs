@@ -74,13 +74,15 @@ struct Paused {
     result: Half,
     /// Processes of its job that run outside Sublet, if it is paused: their memory stays.
     strayed: Vec<Outside>,
+    /// As they were right behind it.
+    gpus: Gpus,
 }
 
 impl Paused {
     fn of(tenant: &TenantName, result: Half, run_dir: &RunDir) -> Self {
-        let look = || outsiders::strayed_from(run_dir, tenant, &Gpus::look());
-        let strayed = if result.is_ok() { look() } else { Vec::new() };
-        Self { tenant: tenant.clone(), result, strayed }
+        let gpus = if result.is_ok() { Gpus::look() } else { Gpus::default() };
+        let strayed = outsiders::strayed_from(run_dir, tenant, &gpus);
+        Self { tenant: tenant.clone(), result, strayed, gpus }
     }
 
     fn document(&self) -> Document<'_> {
@@ -97,7 +99,7 @@ impl Paused {
 
     fn show(self, scope: &Scope, how: ShowArgs, output: &mut Output) -> Result<ExitCode, Failure> {
         let code = self.code();
-        show(&self.tenant, scope, self.result, how, Gpus::look, output)?;
+        show(&self.tenant, scope, self.result, how, || self.gpus, output)?;
         output.lines(self.strayed.iter().filter_map(Outside::strayed));
         Ok(code)
     }
@@ -436,7 +438,7 @@ fn show(
     scope: &Scope,
     result: Half,
     how: ShowArgs,
-    look: fn() -> Gpus,
+    look: impl FnOnce() -> Gpus,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let code = code_of_half(&result);

@@ -96,11 +96,14 @@ pub(crate) fn parentage(run_dir: &RunDir, pid: u32) -> Parentage {
 /// # Errors
 /// It is the id of a process that no pause reaches.
 pub(crate) fn meant(given: &TenantName, run_dir: &RunDir) -> Result<TenantName, Failure> {
-    let live = run_dir.live_tenants()?;
-    let pid = given.as_str().parse().ok().filter(|_| !live.contains(given));
+    let pid = given.as_str().parse().ok();
     let Some(pid) = pid.filter(|pid| Process::new(u32::cast_signed(*pid)).is_ok()) else {
         return Ok(given.clone());
     };
+    let live = run_dir.live_tenants()?;
+    if live.contains(given) {
+        return Ok(given.clone());
+    }
     let dir = |name: &TenantName| run_dir.existing_tenant(name).ok().flatten();
     let is_of = |name: &TenantName| dir(name).is_some_and(|dir| dir.pids().contains(&pid));
     let joined = live.into_iter().find(is_of);

@@ -16,7 +16,7 @@ pub(super) fn outcome(
     scope: &Scope,
     outcome: &Outcome,
     how: ShowArgs,
-    look: fn() -> Gpus,
+    look: impl FnOnce() -> Gpus,
     output: &mut Output,
 ) {
     let subject = scope.subject(tenant);
