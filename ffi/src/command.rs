@@ -175,7 +175,7 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
         }
         Command::Budget { tenant, budgets: Some(budgets) } => {
             let budgets: Budgets = budgets.parse().map_err(usage)?;
-            budgets.check(Path::new(gpus::NODE_GPUS)).map_err(usage)?;
+            budgets.check(|| gpus::places(Path::new(gpus::NODE_GPUS)).len()).map_err(usage)?;
             let report = asker.coordinator(tenant)?.change_budgets(&budgets)?;
             with_completeness(&report, report.failures.is_empty())
         }

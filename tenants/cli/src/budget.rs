@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use tenants::budget::{BudgetError, Budgets, Which};
+use tenants::budget::{Budgets, Which};
 use tenants::coordinator::{BudgetReport, Coordinator, GpuBudget, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -127,8 +127,8 @@ pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
 /// Refuses a budget that holds no allocation, and a number that no GPU of this machine has, where the machine lists its GPUs.
 fn check(budgets: &Budgets) -> Result<(), Failure> {
     let least = Size(2 << 20);
-    let all = || budgets.iter();
-    if let Some(bytes) = all().filter_map(|(_, budget)| budget).find(|bytes| *bytes < least.0) {
+    let mut sizes = budgets.iter().filter_map(|(_, budget)| budget);
+    if let Some(bytes) = sizes.find(|bytes| *bytes < least.0) {
         return Err(Failure::new(
             format!(
                 "a budget of {} holds nothing, because GPU memory comes in {least}: did you mean {bytes}GiB?",
@@ -137,16 +137,7 @@ fn check(budgets: &Budgets) -> Result<(), Failure> {
             EXIT_USAGE,
         ));
     }
-    let indices = all().filter_map(|(which, _)| match which {
-        Which::Index(index) => Some(index),
-        Which::Every | Which::Uuid(_) => None,
-    });
-    let Some(index) = indices.max() else { return Ok(()) };
-    let count = Gpus::look().count();
-    if count > 0 && usize::try_from(index).is_ok_and(|index| index >= count) {
-        return Err(Failure::of(&BudgetError::NoSuchGpu { index, count }, EXIT_USAGE));
-    }
-    Ok(())
+    budgets.check(|| Gpus::look().count()).map_err(|error| Failure::of(&error, EXIT_USAGE))
 }
 
 /// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, checked against what is

@@ -8,7 +8,6 @@ pub mod gpus;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
 use std::str::FromStr;
 
 use vmm_pool::driver::DeviceUuid;
@@ -91,19 +90,20 @@ impl Budgets {
         found.or_else(|| self.0.get(&Which::Every)).copied().flatten()
     }
 
-    /// Checks the numbers against the GPUs in `list` ([`gpus::NODE_GPUS`]); where the machine lists none, all may be right.
+    /// Checks the numbers against `count`, the number of this machine's GPUs, which is called only if a number is named. Where it is zero, all may be right.
     ///
     /// # Errors
     /// [`BudgetError::NoSuchGpu`].
-    pub fn check(&self, list: &Path) -> Result<(), BudgetError> {
-        let count = gpus::places(list).len();
-        let is_beyond =
-            |index: &u32| count > 0 && usize::try_from(*index).is_ok_and(|index| index >= count);
+    pub fn check(&self, count: impl FnOnce() -> usize) -> Result<(), BudgetError> {
         let numbers = self.0.keys().filter_map(|which| match which {
             Which::Index(index) => Some(*index),
             Which::Every | Which::Uuid(_) => None,
         });
-        let beyond = numbers.into_iter().find(is_beyond);
+        let mut numbers = numbers.peekable();
+        let count = numbers.peek().map_or(0, |_| count());
+        let is_beyond =
+            |index: &u32| count > 0 && usize::try_from(*index).is_ok_and(|index| index >= count);
+        let beyond = numbers.find(is_beyond);
         beyond.map_or(Ok(()), |index| Err(BudgetError::NoSuchGpu { index, count }))
     }
 
@@ -220,14 +220,14 @@ mod tests {
     #[test]
     fn a_number_that_no_gpu_has_is_refused_where_the_machine_lists_them() {
         let list = tempfile::tempdir().unwrap();
-        assert_eq!(read("7=1GiB").check(list.path()), Ok(()));
+        assert_eq!(read("7=1GiB").check(|| gpus::places(list.path()).len()), Ok(()));
         for name in ["0000:1b:00.0", "0000:9b:00.0"] {
             std::fs::create_dir(list.path().join(name)).unwrap();
         }
         for fits in ["1GiB", "0=1GiB,1=none", "GPU-6a6a6a6a-6a6a-6a6a-6a6a-6a6a6a6a6a6a=1GiB"] {
-            assert_eq!(read(fits).check(list.path()), Ok(()), "{fits}");
+            assert_eq!(read(fits).check(|| gpus::places(list.path()).len()), Ok(()), "{fits}");
         }
-        let refused = read("0=1GiB,2=1GiB").check(list.path()).unwrap_err();
+        let refused = read("0=1GiB,2=1GiB").check(|| gpus::places(list.path()).len()).unwrap_err();
         assert_eq!(refused, BudgetError::NoSuchGpu { index: 2, count: 2 });
         assert!(refused.to_string().contains("from 0 to 1"), "{refused}");
     }
