@@ -20,7 +20,7 @@ pub const MIB: u64 = 1 << 20;
 
 /// How long one run of the command may take, on a busy machine too.
 const COMMAND_TIMEOUT: Duration = Duration::from_mins(5);
-/// How long a change takes that nobody leads, on a busy machine too.
+/// The longest time of a change that nobody leads, on a busy machine too.
 const SETTLES_WITHIN: Duration = Duration::from_mins(2);
 /// Time for each phase of what must succeed, on a busy machine too.
 const PATIENT: &[&str] = &["--timeout", "4m"];

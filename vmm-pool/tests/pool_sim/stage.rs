@@ -253,7 +253,7 @@ pub(crate) fn resume_tags(pool: &SimPool, tags: &[&str]) {
     resume_selected(pool, &selected(tags));
 }
 
-/// What is set aside of these tags.
+/// Memory of these tags that is set aside.
 pub(crate) fn selected(tags: &[&str]) -> Selection {
     Selection::SetAside(names(tags), Whose::Everybody)
 }

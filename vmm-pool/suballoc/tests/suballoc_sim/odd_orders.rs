@@ -255,7 +255,7 @@ impl World {
         Some((range.start.0 - place.start.0, range.size_bytes))
     }
 
-    /// What a caller is told of where it reserved.
+    /// The answer to a caller about where it reserved.
     fn reserved(&self, process: usize, address: DeviceAddress) -> Option<VaRange> {
         let pool = &self.pools[process];
         reserved_range(pool, address).or_else(|| pool.driver().core().reservation_at(address))

@@ -54,7 +54,7 @@ pub(crate) fn new_memory(size_bytes: u64, prop: AllocationProp, class: Class) ->
     NewMemory { size_bytes, prop, class, is_alone: false }
 }
 
-/// What a caller is told of where it reserved.
+/// The answer to a caller about where it reserved.
 pub(crate) fn reserved_range(pool: &SimPool, address: DeviceAddress) -> Option<VaRange> {
     pool.front().seen_at(address)?.reserved
 }
