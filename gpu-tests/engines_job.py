@@ -9,6 +9,7 @@ installed or the machine has too few GPUs; that is no failure. Engines are as pu
 - serve_streams: 8 streams of `vllm serve`; how much longer than a pause a client waits.
 - sleep: vLLM's own sleep against the drop-in. tp2: two GPUs, 5 deep.
 - two_servers: servers that do not fit together, caches filled, change places by swap, switch, vLLM's sleep, a restart.
+- two_auto: two servers of 0.8 of a GPU, started at the same time with `SUBLET_TURNS=auto`, answer by turns.
 - sglang: its release of memory through the alias, and whole pauses.
 - grpo_trl: TRL's GRPO with vLLM in its process; grpo_two: the same as one job of two processes.
 - verl: verl's GRPO, a trainer by FSDP and vLLM on the same GPUs, by Ray.
@@ -49,6 +50,7 @@ ROWS = (
     Row("serve_streams", engines_serve.serve_streams, VLLM, limit_s=420),
     Row("sleep", engines_offline.sleep, VLLM, limit_s=330),
     Row("two_servers", engines_serve.two_servers, VLLM, limit_s=560),
+    Row("two_auto", engines_serve.two_auto, VLLM, limit_s=300),
     Row("tp2", engines_offline.tp2, VLLM, gpus_min=2, limit_s=360),
     Row("sglang", engines_serve.sglang, ("torch", "transformers", "sglang", "sgl_kernel"), limit_s=400),
     Row("grpo_trl", engines_train.grpo_trl, (*VLLM, "trl", "datasets", "accelerate"), limit_s=570),

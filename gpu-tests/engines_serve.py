@@ -33,6 +33,8 @@ START_S = 240.0
 STREAMS = 8
 #: Two of these do not fit on one GPU.
 LARGE_SHARE = 0.85
+#: Of servers that take turns: vLLM ends where less than this is free at its start.
+TURNS_SHARE = 0.8
 #: How full the KV caches are made.
 FILLED = 0.8
 #: Prompts that fill them: as long as the server allows, less what it writes.
@@ -163,12 +165,33 @@ class Servers:
         self.texts: list[set[str]] = [set(), set()]
 
     def start(self, which: int, tenant: str | None = None) -> None:
-        """Starts one, and keeps what it answers."""
+        """Starts one with the ways to put it to sleep."""
         options, env = {"options": ["--enable-sleep-mode"]}, {"VLLM_SERVER_DEV_MODE": "1"}
-        model = str(self.ctx.job.model(which + 1))
-        label = f"server_{'ab'[which]}"
-        given = tenant or self.tenants[which]
-        self.processes[which], self.ports[which] = serve(self.ctx, label, model, LARGE_SHARE, given, env=env, **options)
+        self.begin(which, tenant or self.tenants[which], LARGE_SHARE, env=env, **options)
+
+    def begin(self, which: int, tenant: str, share: float, **more: Any) -> None:
+        """Starts one, and waits until it answers."""
+        model, label = str(self.ctx.job.model(which + 1)), f"server_{'ab'[which]}"
+        self.processes[which], self.ports[which] = serve(self.ctx, label, model, share, tenant, **more)
+
+    def begin_both(self) -> None:
+        """Starts both at the same time, in tenants that take turns."""
+        failed: list[str] = []
+
+        def begin(which: int) -> None:
+            try:
+                self.begin(which, self.tenants[which], TURNS_SHARE, env={"SUBLET_TURNS": "auto"})
+            except (JobError, OSError) as error:
+                failed.append(str(error))
+
+        for which in (0, 1):
+            self.ctx.job.model(which + 1)
+        threads = [threading.Thread(target=begin, args=(which,), daemon=True) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        join(threads, self.ctx.left_s(START_S))
+        if failed:
+            raise JobError(failed[0])
 
     def first_token(self, which: int, series: str) -> str:
         """Asks for a short answer to the same prompt; notes the time to its first token, and gives the text."""
@@ -223,6 +246,25 @@ def two_servers(ctx: Context) -> None:
     for what in ("swap", "switch", "sleep_wake", "restart"):
         seconds, first = samples.get(f"{what}_s", []), samples.get(f"{what}_first_token_s", [])
         ctx.job.say(ctx, f"{what} {short(seconds)}, then first token {short(first)}")
+
+
+def two_auto(ctx: Context) -> None:
+    """Two servers of 0.8 of the GPU each, started at the same time, answer by turns. Does each have the cache that it would have alone?"""
+    count, pair = 2 * int(setting("TURNS", 20) / 2), Servers(ctx)
+    pair.begin_both()
+    for which in (0, 1):
+        room = cache_tokens(ask(pair.ports[which], "/metrics")[1])
+        ctx.record.data.setdefault("caches", []).append({"server": "ab"[which], "tokens": room})
+        for _ in range(3):
+            pair.texts[which].add(pair.first_token(which, "warm_first_token_s"))
+        ctx.record.sample("used_mib", ctx.used([0]))
+    # A request alone changes the places.
+    pair.times("turn", count, lambda _to: None)
+    answered = [ask(port, "/health")[0] for port in pair.ports]
+    ctx.record.check("both servers are there at the end", answered == [200, 200], str(answered))
+    sizes = [each["tokens"] for each in ctx.record.data["caches"]]
+    first = short(ctx.record.data["samples"].get("turn_first_token_s", []))
+    ctx.job.say(ctx, f"started together in {short(ctx.record.data['samples'].get('server_a_start_s', []))}; first token after a turn {first}; caches {sizes}")
 
 
 def asleep_rows(ctx: Context, pair: Servers, count: int) -> None:

@@ -5,10 +5,12 @@ generates, and weights pass between them by CUDA IPC at each step. All of it is 
 without Sublet, then with it and paused. Seeds are fixed, so where two runs without Sublet have the same rewards, losses and norms of
 gradients, a paused run must have them too; else its rewards must be as near as twice those two are.
 
-Bound: the start of a trainer and of an engine, 40 s each, is most of a mode; a step is 32 answers of 256 tokens, some 4 s.
+Bound: the start of a trainer and of two engines is most of a mode: 160 to 250 s, mostly imports. A step is 32 answers of 256
+tokens, some 9 s. So one mode is 300 s; give each a run of its own, with BEFORE.
 Pauses begin when the first step is done.
 `ENGINES_VERL_...`: STEPS, PAUSES, DEEP, PROMPTS, ANSWERS (to each prompt), TOKENS, SHARE (of the GPU for vLLM), EAGER, INVARIANT
-(kernels of vLLM whose bits do not depend on the batch), OFFLOAD (verl's own, of the trainer to the host).
+(kernels of vLLM whose bits do not depend on the batch), OFFLOAD (verl's own, of the trainer to the host), BEFORE (the record of an
+earlier run of this row, whose modes are compared with those of this one: all of them take longer than one run may).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from engines_tools import PROGRAMS, Context, setting, short
 STEPS, PAUSES, DEEP = 8, 10, 2
 PROMPTS, ANSWERS, WORDS, TOKENS, SHARE = 4, 8, 128, 256, 0.3
 #: Seconds until the first step is begun: Ray, imports in some 15 processes, the trainer, vLLM with torch.compile and graphs.
-START_S = 240.0
+START_S = 420.0
 #: Name, drop-ins, whether under Sublet, and whether paused as a whole.
 Mode = tuple[str, str, bool, bool]
 MODES: tuple[Mode, ...] = (
@@ -276,11 +278,17 @@ def train(ctx: Context, mode: Mode, gpus: list[int], invariant: bool) -> dict[st
     return {"start_s": start_s, **told}
 
 
+def earlier(path: str) -> dict[str, Any]:
+    """The figures of each mode in the record of an earlier run; none without a path."""
+    records = json.loads(Path(path).read_text()) if path else []
+    return next((record["results"] for record in records if "results" in record), {})
+
+
 def verl(ctx: Context) -> None:
     """The same seeds in each mode, on two GPUs where there are two."""
     gpus = list(range(min(2, ctx.job.gpus)))
     named = [name for name in str(ctx.args.grpo_modes).split(",") if name] or USUAL
-    invariant, results = bool(number("INVARIANT", 1)), {}
+    invariant, results = bool(number("INVARIANT", 1)), earlier(os.environ.get("ENGINES_VERL_BEFORE", ""))
     for mode in MODES:
         if mode[0] not in named:
             continue
