@@ -26,12 +26,14 @@ pub(super) fn quantum_us(standing: &Standing, growth: u64) -> u64 {
 
 /// Returns the time without a launch after which a tenant makes way. For one of its own class or a lower one, it is at
 /// least as long as switching it takes. So what is switched for it costs no more than what was idle.
+/// The first switch is not waited for so: a guess by bytes is 20 times too long for a server whose cache is empty.
 pub fn idle_after_us(standing: &Standing, is_for_higher: bool) -> u64 {
     let least_us = match standing.class {
         Class::Background => IDLE_BACKGROUND_US,
         Class::Fair | Class::Guaranteed => IDLE_US,
     };
-    if is_for_higher { least_us } else { least_us.max(standing.cost.both_us()) }
+    let is_plain = is_for_higher || !standing.cost.is_measured;
+    if is_plain { least_us } else { least_us.max(standing.cost.both_us()) }
 }
 
 /// Weights are of fair tenants alone.

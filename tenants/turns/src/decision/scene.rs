@@ -93,6 +93,8 @@ pub struct Cost {
     pub pause_us: u64,
     /// To come back.
     pub resume_us: u64,
+    /// Has it been paused before? Else the times are a guess, by its bytes.
+    pub is_measured: bool,
 }
 
 impl Cost {

@@ -244,7 +244,7 @@ fn jobs() -> impl Strategy<Value = Job> {
         |(base, more, (pause_us, resume_us), work_us, think_us)| Job {
             base,
             more,
-            cost: Cost { pause_us, resume_us },
+            cost: Cost { pause_us, resume_us, is_measured: true },
             work_us,
             think_us,
         },
@@ -278,7 +278,7 @@ fn two_that_need_more_than_half_each_change_places_once_a_round_and_not_more() {
     let job = Job {
         base: 40,
         more: 40,
-        cost: Cost { pause_us: SECOND / 2, resume_us: SECOND / 2 },
+        cost: Cost { pause_us: SECOND / 2, resume_us: SECOND / 2, is_measured: true },
         work_us: 5 * SECOND,
         think_us: 1,
     };

@@ -17,7 +17,7 @@ fn active(class: Class, bytes: u64) -> Standing {
         class,
         is_active: true,
         held: BTreeMap::from([(gpu(0), held)]),
-        cost: Cost { pause_us: SECOND / 2, resume_us: SECOND / 2 },
+        cost: Cost { pause_us: SECOND / 2, resume_us: SECOND / 2, is_measured: true },
         ..Standing::default()
     }
 }
@@ -175,8 +175,9 @@ fn a_turn_lasts_its_quantum_against_its_class_its_bound_against_a_higher_one_and
 
 #[test]
 fn who_is_idle_by_evidence_makes_way_before_its_quantum_is_over() {
-    let cheap = Cost { pause_us: 1_000, resume_us: 1_000 };
-    let dear = Cost { pause_us: SECOND / 2, resume_us: SECOND / 2 };
+    let cheap = Cost { pause_us: 1_000, resume_us: 1_000, is_measured: true };
+    let dear = Cost { pause_us: SECOND / 2, resume_us: SECOND / 2, is_measured: true };
+    let guessed = Cost { is_measured: false, ..dear };
     for (class, cost, idle_us, goes) in [
         (Class::Fair, cheap, 400_000, false),
         (Class::Fair, cheap, 600_000, true),
@@ -186,6 +187,10 @@ fn who_is_idle_by_evidence_makes_way_before_its_quantum_is_over() {
         (Class::Fair, dear, 900_000, false),
         (Class::Fair, dear, 1_100_000, true),
         (Class::Background, dear, 900_000, false),
+        // Nobody knows what its first switch takes.
+        (Class::Fair, guessed, 400_000, false),
+        (Class::Fair, guessed, 600_000, true),
+        (Class::Background, guessed, 60_000, true),
     ] {
         let idle = Standing { idle_since_us: Some(NOW - idle_us), cost, ..active(class, 80) };
         let mut history = History::default();

@@ -41,7 +41,7 @@ impl Job {
             weight: Weight::default(),
             gpus: gpus.to_vec(),
             bytes: 80,
-            cost: Cost { pause_us: cost_us / 2, resume_us: cost_us / 2 },
+            cost: Cost { pause_us: cost_us / 2, resume_us: cost_us / 2, is_measured: true },
             work_us: None,
             think_us: 0,
         }

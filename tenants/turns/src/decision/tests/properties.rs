@@ -10,8 +10,11 @@ use tenants::class::{Class, Weight};
 const SECOND: u64 = 1_000_000;
 
 fn costs() -> impl Strategy<Value = Cost> {
-    (1_000..2 * SECOND, 1_000..2 * SECOND)
-        .prop_map(|(pause_us, resume_us)| Cost { pause_us, resume_us })
+    (1_000..2 * SECOND, 1_000..2 * SECOND).prop_map(|(pause_us, resume_us)| Cost {
+        pause_us,
+        resume_us,
+        is_measured: true,
+    })
 }
 
 fn weights() -> impl Strategy<Value = Weight> {
