@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::environment::Environment;
+use crate::larger::PlanArgs;
 use crate::metrics::serve::{ADDRESS, address};
 use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand, ValueHint};
@@ -77,6 +78,11 @@ pub(crate) enum Command {
     /// Write a tenant's last pause and resume as a timeline for ui.perfetto.dev
     #[command(after_help = "Example: sublet trace train -o t.json")]
     Trace(TraceArgs),
+    /// Calculate whether a training fits a smaller GPU with weights and optimizer in host memory, and its step
+    #[command(
+        after_help = "Example: sublet plan train --params 7B --gpu 24GiB --host 128GiB --tokens 8k"
+    )]
+    Plan(PlanArgs),
     /// Print a script with which a shell completes this command
     #[command(after_help = "Example: source <(sublet completions bash)")]
     Completions(CompletionsArgs),

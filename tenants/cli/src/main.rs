@@ -18,6 +18,7 @@ mod failure;
 mod files;
 mod gpus;
 mod hints;
+mod larger;
 mod launch;
 mod manual;
 mod metrics;
@@ -125,6 +126,7 @@ fn dispatch(
         Command::Checkpoints => checkpoints::serve(),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
+        Command::Plan(args) => larger::plan(&args, output),
         Command::Completions(args) => manual::completions(&args, output),
         Command::Man(args) => manual::man(&args, output),
         Command::BugReport => Ok(bug_report::bug_report(environment, open_run_dir(), output)),
