@@ -1,4 +1,4 @@
-//! The command to type next, by the code of a failure. `docs/errors.md` has the same for each code.
+//! The command to type next, by the code of a failure. The comment of each code has the same.
 
 use std::env;
 

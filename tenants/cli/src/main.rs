@@ -14,6 +14,7 @@ mod checkpoints;
 mod doctor;
 mod early;
 mod environment;
+mod explain;
 mod failure;
 mod files;
 mod gpus;
@@ -127,6 +128,8 @@ fn dispatch(
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
         Command::Plan(args) => larger::plan(&args, output),
+        Command::Explain(args) => Ok(explain::explain(&args, output)),
+        Command::Docs => explain::docs(output),
         Command::Completions(args) => manual::completions(&args, output),
         Command::Man(args) => manual::man(&args, output),
         Command::BugReport => Ok(bug_report::bug_report(environment, open_run_dir(), output)),

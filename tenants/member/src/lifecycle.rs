@@ -71,7 +71,7 @@ impl Lifecycle {
         lock(&self.stand).without = tags;
     }
 
-    /// Refuses a step that is for a process in another state.
+    /// Refuses a step that is for a process in another state. The next pause or resume repairs it.
     pub(super) fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
         let state = self.state();
         if state == wanted {

@@ -240,7 +240,7 @@ impl<D: Driver> Prefault<D> {
     }
 }
 
-/// Why no more than `most_bytes` are held.
+/// The refusal to hold more ahead: a tenth of the memory stays free. The pause itself may still fit.
 fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure {
     let next = match kind {
         LimitKind::Configured => "raise it: each process of the tenant has its share",

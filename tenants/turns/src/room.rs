@@ -104,6 +104,7 @@ pub fn wait_for_room<D: Driver, T, E>(
         },
         Err(error) => chain(&error),
     };
+    // No tenant could be paused in time, so the application got out of memory. The tenants in the way follow.
     member.notes().add(format!(
         "an allocation of {} bytes on {gpu} was refused after it had waited for {} s: {why}",
         allocation.size_bytes,
