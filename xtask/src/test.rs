@@ -1,4 +1,4 @@
-//! `test` and `ci`: every stage that needs no GPU.
+//! `test`, `lint` and `ci`: every stage that needs no GPU.
 
 use std::path::Path;
 
@@ -34,9 +34,13 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
 
 /// Runs all that a build must pass.
 pub(crate) fn ci(workspace: &Workspace) -> Outcome {
+    test(workspace)?;
+    lint(workspace)
+}
+
+/// Runs what a build must pass besides the tests.
+pub(crate) fn lint(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
-    quick_checks(workspace, &mut stages);
-    stages.run("book", |_| book::run(workspace));
     stages.run("clippy", |_| {
         let mut clippy = workspace.cargo(&["clippy", "--workspace", "--all-targets"]);
         clippy.args(["--all-features", "--", "-D", "warnings"]);
@@ -49,7 +53,6 @@ pub(crate) fn ci(workspace: &Workspace) -> Outcome {
         let check = deny.args(["check", "bans", "licenses", "sources"]);
         process::run(check)
     });
-    tests(workspace, &mut stages);
     stages.run("documentation", |_| {
         let mut doc = workspace.cargo(&["doc", "--workspace", "--all-features", "--no-deps"]);
         process::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
