@@ -29,10 +29,21 @@ fn codes() -> Vec<PossibleValue> {
     Code::ALL.map(|code| PossibleValue::new(code.to_string())).into()
 }
 
-pub(crate) fn explain(args: &ExplainArgs, output: &mut Output) -> ExitCode {
+/// The text of a code on the page.
+fn entry(code: &str) -> &'static str {
     let mut entries = ERRORS.split("\n### ").filter_map(|part| part.split("\n## ").next());
-    let entry = entries.find_map(|entry| entry.strip_prefix(&format!("{}\n\n", args.code)));
-    output.lines(entry.unwrap_or_default().trim_end().lines().map(str::to_owned));
+    let entry = entries.find_map(|entry| entry.strip_prefix(code)?.strip_prefix("\n\n"));
+    entry.unwrap_or_default().trim_end()
+}
+
+/// The command to type next, with `TENANT` for a name.
+pub(crate) fn next(code: Code) -> Option<&'static str> {
+    let line = entry(&code.to_string()).lines().find_map(|line| line.strip_prefix("Next: `"));
+    line?.split('`').next()
+}
+
+pub(crate) fn explain(args: &ExplainArgs, output: &mut Output) -> ExitCode {
+    output.lines(entry(&args.code).lines().map(str::to_owned));
     ExitCode::SUCCESS
 }
 
