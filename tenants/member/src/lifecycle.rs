@@ -71,7 +71,7 @@ impl Lifecycle {
         lock(&self.stand).without = tags;
     }
 
-    /// Refuses a step that is for a process in another state. The next pause or resume repairs it.
+    /// Refuses a step that is for a process in another state.
     pub(super) fn expect(&self, wanted: MemberState) -> Result<(), Failure> {
         let state = self.state();
         if state == wanted {
@@ -80,6 +80,7 @@ impl Lifecycle {
         if state == MemberState::Faulted {
             return Err(faulted());
         }
+        // Another failure has left it there. The next pause or resume repairs it.
         Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
     }
 

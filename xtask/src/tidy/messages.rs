@@ -13,6 +13,8 @@ pub(super) const PAGE: &str = "docs/errors.md";
 const CODES: &str = "tenants/protocol/src/code.rs";
 /// The page shows so many words of a message, which tell it from others.
 const WORDS_MAX: usize = 16;
+/// So many lines may be between a message and its comment.
+const LINES_MAX: usize = 5;
 /// Stands for what is filled in.
 const GAP: char = '…';
 const HEAD: &str = "# Errors
@@ -81,6 +83,11 @@ pub(super) fn page(rust: &[(String, String)]) -> String {
 
 /// Findings about `page`, which should be as `made`.
 pub(super) fn check(page: &str, made: &str) -> Option<Finding> {
+    let bare = made.lines().find(|line| line.ends_with("|  |"));
+    if let Some(line) = bare {
+        let next = "write above the message what it means, and what to do";
+        return Some(Finding::new(PAGE, 1, format!("no comment is near to {line}"), next));
+    }
     let next = "run `SUBLET_WRITE_ERRORS=1 cargo xtask tidy`";
     (page != made).then(|| Finding::new(PAGE, 1, "is not what the sources say", next))
 }
@@ -110,11 +117,12 @@ fn kebab(piece: &str) -> String {
     format!("{}{joint}{}", &piece[..first], piece[first..].to_lowercase())
 }
 
-/// The last comment before a message, in one line.
+/// The comment before a message, in one line; empty where none is within some lines of it.
 fn comment(before: &str) -> String {
     let lines = before.lines().rev().map(str::trim);
-    let lines = lines.skip_while(|line| !line.starts_with("//"));
-    let mut lines: Vec<_> = lines.map_while(|line| line.strip_prefix("//")).collect();
+    let away = lines.clone().take(LINES_MAX).take_while(|line| !line.starts_with("//")).count();
+    let lines = lines.skip(away).map_while(|line| line.strip_prefix("//"));
+    let mut lines: Vec<_> = lines.collect();
     lines.reverse();
     let lines = lines.iter().map(|line| line.trim_start_matches(['/', '!']).trim());
     lines.collect::<Vec<_>>().join(" ").replace("[`", "`").replace("`]", "`")
@@ -264,6 +272,9 @@ mod tests {
         );
         assert!(!made.contains("not a product") && !made.contains("not of users"), "{made}");
         assert!(check(&made, &made).is_none());
+        let far = format!("/// Far.\n{}#[error(\"no comment\")]", "\n".repeat(LINES_MAX + 1));
+        let far = page(&[("ffi/src/a.rs".to_owned(), far)]);
+        assert!(check(&far, &far).unwrap().to_string().contains("no comment is near"), "{far}");
         assert!(check("# Errors\n", &made).unwrap().to_string().contains("SUBLET_WRITE_ERRORS=1"));
     }
 }

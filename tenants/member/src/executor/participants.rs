@@ -87,6 +87,7 @@ pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
     } else {
         (member.config().unfreezable)()
     };
+    // A deep pause would end the job. A pause without `--deep` is possible.
     Some(wrong_state(format!(
         "the driver could not bring process {PID} back from a deep pause: {why}; a pause without --deep \
          frees its memory",
