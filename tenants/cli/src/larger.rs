@@ -213,44 +213,94 @@ mod tests {
         args
     }
 
-    /// A record with what it ran and the row of it that is planned.
-    const RECORDS: [(&str, &str, &str, &str, f64); 3] = [
-        ("larger-7b-1xh200-c5b13c2", "7b", "7b_bound", "6738M", 16384.0),
-        ("larger-7b-1xh100-9165031", "7b", "7b_bound", "6738M", 16384.0),
-        ("larger-8k-1xh100-9165031", "wo_sixth", "resident", "2067M", 8192.0),
+    /// A row of a record, what it ran, and the row with all on the GPU.
+    struct Recorded {
+        name: &'static str,
+        row: &'static str,
+        whole: &'static str,
+        params: &'static str,
+        tokens: u32,
+    }
+
+    const RECORDS: [Recorded; 3] = [
+        Recorded {
+            name: "larger-7b-1xh200-c5b13c2",
+            row: "7b",
+            whole: "7b_bound",
+            params: "6738M",
+            tokens: 16384,
+        },
+        Recorded {
+            name: "larger-7b-1xh100-9165031",
+            row: "7b",
+            whole: "7b_bound",
+            params: "6738M",
+            tokens: 16384,
+        },
+        Recorded {
+            name: "larger-8k-1xh100-9165031",
+            row: "wo_sixth",
+            whole: "resident",
+            params: "2067M",
+            tokens: 8192,
+        },
     ];
+
+    /// Figures of a record that a plan has too, and the GPU memory that was used.
+    struct Measured {
+        gpu: String,
+        used: f64,
+        frames: [f64; 2],
+        host: f64,
+        ratio: f64,
+    }
+
+    impl Recorded {
+        fn read(&self) -> Measured {
+            let path = root().join(format!("benchmarks/results/{}.json", self.name));
+            let record: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+            let figure = |at: String| record.pointer(&at).and_then(Value::as_f64).unwrap();
+            let took = |row| figure(format!("/summary/{row}_step_s/median"));
+            let reports = record["facts"][self.row]["report"].as_array().unwrap();
+            let of = |is_of_weights: bool, field: &str| {
+                let is_it = |each: &&Value| each.get("module").is_some() == is_of_weights;
+                reports.iter().find(is_it).unwrap()[field].as_f64().unwrap()
+            };
+            Measured {
+                gpu: record["gpu"]["name"].as_str().unwrap().replace(" 80GB HBM3", ""),
+                used: figure(format!("/facts/{}/device_bytes", self.row)),
+                frames: [of(true, "frames_bytes"), of(false, "frames_bytes")],
+                host: of(true, "paged_bytes") + of(false, "paged_bytes"),
+                ratio: took(self.row) / took(self.whole),
+            }
+        }
+    }
 
     #[test]
     fn rows_are_within_a_tenth_of_what_was_recorded() {
-        for (name, row, whole, params, tokens) in RECORDS {
-            let path = root().join(format!("benchmarks/results/{name}.json"));
-            let record: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
-            let figure = |at: String| record.pointer(&at).and_then(Value::as_f64).unwrap();
-            let used = figure(format!("/facts/{row}/device_bytes"));
-            let took = |row| figure(format!("/summary/{row}_step_s/median"));
+        for recorded in RECORDS {
+            let Recorded { name, params, tokens, .. } = recorded;
+            let measured = recorded.read();
             let mut args = asked(&format!(
                 "sublet plan train --params {params} --gpu 80GiB --host 256GiB --tokens {tokens}"
             ));
-            args.gpu = used;
+            args.gpu = measured.used;
             let planned = args.row(&CARDS[2]).unwrap();
             let near = |what: &str, planned: f64, recorded: f64| {
                 let off = planned / recorded;
                 assert!((0.9..1.1).contains(&off), "{name}: {what}: {planned} for {recorded}");
             };
-            near("step over compute", planned.step_s / planned.compute_s, took(row) / took(whole));
-            let report = record.pointer(&format!("/facts/{row}/report")).unwrap();
-            let sum = |field: &str| -> f64 {
-                report.as_array().unwrap().iter().map(|each| each[field].as_f64().unwrap()).sum()
-            };
-            near("host memory", planned.host, sum("paged_bytes"));
-            near("frames", planned.weight_frames + planned.state_frames, sum("frames_bytes"));
+            near("step over compute", planned.step_s / planned.compute_s, measured.ratio);
+            near("host memory", planned.host, measured.host);
+            let frames = planned.weight_frames + planned.state_frames;
+            near("frames", frames, measured.frames.iter().sum());
         }
     }
 
     /// The table of the page, from its head on.
     fn page_table() -> String {
         let mut lines = vec![
-            "| model | card | weights | optimizer | host memory | tokens a step | at a time | step over compute | figures |".to_owned(),
+            "| model | GPU | weights | optimizer | host memory | tokens a step | at a time | step over compute | figures |".to_owned(),
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |".to_owned(),
         ];
         for params in ["2B", "7B", "14B"] {
@@ -262,6 +312,17 @@ mod tests {
                 lines.push(format!("| {params} | {gpu} GiB | {cells} | calculated |"));
             }
         }
+        for recorded in RECORDS {
+            let Measured { gpu, used, frames, host, ratio } = recorded.read();
+            let [weights, state, host] =
+                [frames[0], frames[1], host].map(|bytes| format!("{:.1} GiB", bytes / GIB));
+            let model = number(recorded.params).unwrap() / 1e9;
+            let (tokens, name) = (recorded.tokens, recorded.name);
+            lines.push(format!(
+                "| {model:.1}B | {:.1} GiB of an {gpu} | {weights} | {state} | {host} | {tokens} | {tokens} | {ratio:.2} | [measured](../benchmarks/results/{name}.json) |",
+                used / GIB
+            ));
+        }
         lines.join("\n") + "\n"
     }
 
@@ -269,7 +330,7 @@ mod tests {
     fn the_page_has_the_table_of_the_formula() {
         let path = root().join("docs/larger-than-memory.md");
         let page = fs::read_to_string(&path).unwrap();
-        let start = page.find("| model | card |").unwrap();
+        let start = page.find("| model | GPU |").unwrap();
         let end = start + page[start..].find("\n\n").unwrap() + 1;
         let made = page_table();
         if env::var_os("SUBLET_WRITE_PLAN").is_some() {
