@@ -69,10 +69,8 @@ enum Command {
     Walk,
     /// Run the tests of the Python package alone.
     Python,
-    /// Run clippy, and check the documentation and dependencies, warnings denied.
+    /// Run what a build must pass in addition to `test`: clippy, the documentation and dependencies, warnings denied.
     Lint,
-    /// Run all that a build must pass: `test` and `lint`.
-    Ci,
     /// Check the house rules: order of modules, file sizes, messages, named tests, records.
     Tidy,
     /// Build the documents as a book, into `target/book/html`, and look at every link in it.
@@ -138,7 +136,6 @@ fn dispatch(command: &Command) -> Outcome {
         }
         Command::Python => test::python(&workspace),
         Command::Lint => test::lint(&workspace),
-        Command::Ci => test::ci(&workspace),
         Command::Tidy => tidy::run(&workspace),
         Command::Book => book::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),

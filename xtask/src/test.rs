@@ -1,4 +1,4 @@
-//! `test`, `lint` and `ci`: every stage that needs no GPU.
+//! `test` and `lint`: every stage that needs no GPU.
 
 use std::path::Path;
 
@@ -32,13 +32,7 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
     stages.finish()
 }
 
-/// Runs all that a build must pass.
-pub(crate) fn ci(workspace: &Workspace) -> Outcome {
-    test(workspace)?;
-    lint(workspace)
-}
-
-/// Runs what a build must pass besides the tests.
+/// Runs what a build must pass in addition to the tests.
 pub(crate) fn lint(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
     stages.run("clippy", |_| {
