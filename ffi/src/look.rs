@@ -409,6 +409,7 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Sta
     });
     begun.map_err(|error| {
         if let Some(member) = runtime::member() {
+            // The call found no frames for the memory that it names.
             member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
         }
         code_of(&error).0

@@ -79,7 +79,7 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
-    /// The disk cannot hold the contents; nothing was given up.
+    /// The disk cannot hold the contents of regions with the policy `file`; nothing was given up.
     #[error(
         "saving to a file in {} needs {needed_bytes} bytes, and {free_bytes} are free there: free {} more, name a \
          directory on another disk, or mark memory whose contents can go as discard",
@@ -135,7 +135,7 @@ pub enum PoolError {
         offset_bytes: u64,
         size_bytes: u64,
     },
-    /// A peer's memory that this process maps did not arrive.
+    /// A peer's memory that this process maps did not arrive. The owner's own failure gives the reason.
     #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
     MissingImport {
         /// First address it is mapped at.

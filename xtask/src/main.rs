@@ -69,8 +69,8 @@ enum Command {
     Walk,
     /// Run the tests of the Python package alone.
     Python,
-    /// Run all that a build must pass: `test`, clippy, the documentation and dependencies, warnings denied.
-    Ci,
+    /// Run what a build must pass in addition to `test`: clippy, the documentation and dependencies, warnings denied.
+    Lint,
     /// Check the house rules: order of modules, file sizes, messages, named tests, records.
     Tidy,
     /// Build the documents as a book, into `target/book/html`, and look at every link in it.
@@ -135,7 +135,7 @@ fn dispatch(command: &Command) -> Outcome {
             dispatch(&Command::Built { release: false, python: false, command })
         }
         Command::Python => test::python(&workspace),
-        Command::Ci => test::ci(&workspace),
+        Command::Lint => test::lint(&workspace),
         Command::Tidy => tidy::run(&workspace),
         Command::Book => book::run(&workspace),
         Command::GpuBundle => bundle::run(&workspace),
@@ -146,5 +146,43 @@ fn dispatch(command: &Command) -> Outcome {
         }
         Command::Bindgen { check: true } => bindings::check(&workspace),
         Command::Bindgen { check: false } => bindings::write(&workspace),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn commands_of_the_readme_are_there_and_a_build_runs_its_tests() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let read = |name: &str| fs::read_to_string(root.join(name)).unwrap();
+        let (readme, aliases, build) =
+            (read("README.md"), read(".cargo/config.toml"), read(".ci/run"));
+        let typed: Vec<&str> = readme
+            .lines()
+            .filter_map(|line| line.strip_prefix("    cargo ")?.split(" #").next())
+            .map(str::trim)
+            .collect();
+        assert_eq!(typed, ["demo", "xtask test"]);
+        for line in &typed {
+            let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+            let of = |line: &str| {
+                let alias = line.strip_prefix(name)?.strip_prefix(" = \"")?.strip_suffix('"')?;
+                Some(format!("{alias} {rest}"))
+            };
+            let run = aliases.lines().find_map(of).unwrap_or_else(|| panic!("no alias {name}"));
+            let ours = run.strip_prefix("run --quiet --package xtask --").unwrap_or(&run);
+            let words = ours.trim_start().trim_start_matches("xtask ").split_whitespace();
+            Arguments::try_parse_from(["xtask"].into_iter().chain(words)).unwrap();
+            for file in run.split_whitespace().filter(|word| word.contains(".py")) {
+                assert!(root.join(file).is_file(), "{file}");
+            }
+        }
+        let test = format!("cargo {}", typed[1]);
+        assert!(build.lines().any(|line| line == test), ".ci/run does not run `{test}`");
     }
 }

@@ -1,4 +1,4 @@
-//! `test` and `ci`: every stage that needs no GPU.
+//! `test` and `lint`: every stage that needs no GPU.
 
 use std::path::Path;
 
@@ -32,11 +32,9 @@ pub(crate) fn python(workspace: &Workspace) -> Outcome {
     stages.finish()
 }
 
-/// Runs all that a build must pass.
-pub(crate) fn ci(workspace: &Workspace) -> Outcome {
+/// Runs what a build must pass in addition to the tests.
+pub(crate) fn lint(workspace: &Workspace) -> Outcome {
     let mut stages = Stages::default();
-    quick_checks(workspace, &mut stages);
-    stages.run("book", |_| book::run(workspace));
     stages.run("clippy", |_| {
         let mut clippy = workspace.cargo(&["clippy", "--workspace", "--all-targets"]);
         clippy.args(["--all-features", "--", "-D", "warnings"]);
@@ -49,7 +47,6 @@ pub(crate) fn ci(workspace: &Workspace) -> Outcome {
         let check = deny.args(["check", "bans", "licenses", "sources"]);
         process::run(check)
     });
-    tests(workspace, &mut stages);
     stages.run("documentation", |_| {
         let mut doc = workspace.cargo(&["doc", "--workspace", "--all-features", "--no-deps"]);
         process::run(doc.env("RUSTDOCFLAGS", "-D warnings"))

@@ -17,6 +17,16 @@ pub(crate) const SOURCE: &str = "ffi/python";
 const GLIBC: Glibc = Glibc(2, 28);
 /// Files that are written for the wheel, and ignored by git: `pyproject.toml` names them.
 const LICENCES: [&str; 3] = ["LICENSE", "THIRD-PARTY.txt", "RUST-STANDARD-LIBRARY.html"];
+/// The wheel's files for folders of the environment, made for each wheel.
+const DATA: &str = "sublet.data";
+/// Shells, each with the place of its script.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "bash-completion/completions/sublet"),
+    ("zsh", "zsh/site-functions/_sublet"),
+    ("fish", "fish/vendor_completions.d/sublet.fish"),
+];
+/// Endings of the pages and what they show.
+const PAGES: [&str; 3] = ["md", "svg", "json"];
 /// The tests that ask whether a wheel is fit for users.
 const TESTS: &str = "tests/test_wheel.py";
 /// Tells these tests that the wheel is one for users, of any machine.
@@ -91,6 +101,7 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
         LICENCES.map(|name| workspace.root.join(SOURCE).join(name));
     build::install(&workspace.root.join("LICENSE"), &licence)?;
     notices::write(workspace, &crates, &standard_library)?;
+    share(workspace, parts.command)?;
     for old in wheels(parts.folder)? {
         fs::remove_file(old)?;
     }
@@ -120,6 +131,32 @@ pub(crate) fn pack(workspace: &Workspace, parts: &Parts<'_>) -> Outcome<PathBuf>
         [wheel] => Ok(wheel.clone()),
         found => Err(format!("maturin made {} wheels, not one: {found:?}", found.len()).into()),
     }
+}
+
+/// Makes what goes into `share` of the environment: manual pages, completions, the kernel of notebooks, pages and files to deploy.
+fn share(workspace: &Workspace, command: &Path) -> Outcome {
+    let data = workspace.root.join(SOURCE).join(DATA);
+    if data.exists() {
+        fs::remove_dir_all(&data)?;
+    }
+    let share = data.join("data/share");
+    let manual = share.join("man/man1");
+    fs::create_dir_all(&manual)?;
+    process::output(workspace.command(command).arg("man").arg(manual))?;
+    for (shell, name) in COMPLETIONS {
+        let script = process::output(workspace.command(command).args(["completions", shell]))?;
+        let path = share.join(name);
+        fs::create_dir_all(path.parent().ok_or("a script has no folder")?)?;
+        fs::write(path, script + "\n")?;
+    }
+    for file in workspace.files()? {
+        let is_page = PAGES.iter().any(|ending| file.extension().is_some_and(|has| has == *ending));
+        if file.starts_with("deploy") || file.starts_with("docs") && is_page {
+            build::install(&workspace.root.join(&file), &share.join("doc/sublet").join(&file))?;
+        }
+    }
+    let kernel = "jupyter/kernels/sublet/kernel.json";
+    build::install(&workspace.root.join("deploy/jupyter/sublet/kernel.json"), &share.join(kernel))
 }
 
 /// Installs `wheel` where nothing else is, and asks the tests whether it is fit for users.

@@ -54,7 +54,7 @@ pub enum PagedRegionError {
     /// The tag is none, or has other contents.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// Nobody would say when its memory is used.
+    /// The uses of memory of a region would not be seen.
     #[error(
         "this window does not look for uses, which memory of a region needs: call sublet_page_look first"
     )]
@@ -67,7 +67,7 @@ pub enum PagedRegionError {
         /// The tag.
         tag: String,
     },
-    /// The tag has a window on this device.
+    /// The tag has a window on this device. In Python, call `sublet.set_frames`.
     #[error("memory of tag '{tag}' on {device} has a window already: change its frames instead")]
     Twice {
         /// The tag.

@@ -239,7 +239,7 @@ def _callback_of(cls: type) -> type:
             raise UsageError(
                 f"TakeTurns: transformers {transformers.__version__} has no "
                 f"TrainerCallback.{missing[0]}, without which the optimizer's state would be away in its "
-                "step; docs/frameworks.md names what was read"
+                "step; frameworks.md in the folder of `sublet docs` names what was read"
             )
         _classes[cls] = type(cls.__name__, (cls, base), {"__module__": __name__})
     return _classes[cls]

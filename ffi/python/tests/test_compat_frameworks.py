@@ -398,7 +398,7 @@ def test_framework_that_lacks_a_name_is_refused_with_its_version(
         (tmp_path / Path(*recording.split(".")).with_suffix(".py")).write_text("")
         if is_imported:
             module = importlib.import_module(UTILITIES)
-            with pytest.raises(sublet.UsageError, match=f"OpenRLHF 1.2.3 has no {lacking}.*docs/frameworks.md"):
+            with pytest.raises(sublet.UsageError, match=f"OpenRLHF 1.2.3 has no {lacking}.*frameworks.md"):
                 openrlhf.install()
             assert openrlhf._framework.standing().awaited == ()
         else:

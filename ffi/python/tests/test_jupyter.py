@@ -55,6 +55,17 @@ class Kernel:
         assert answer["status"] == "ok", answer
         return str(answer["data"]["text/plain"])
 
+    def begin(self, code: str) -> None:
+        """Has it run a cell, whose end nobody waits for."""
+        self._client.execute(code)
+
+    def wait_for_line(self, part: str) -> str:
+        """The next line of a cell's standard error that has this in it."""
+        while True:
+            said = self._client.get_iopub_msg(timeout=TIMEOUT_S)["content"]
+            if said.get("name") == "stderr" and part in said["text"]:
+                return str(said["text"])
+
     def close(self) -> None:
         """Ends it."""
         self._client.stop_channels()
@@ -107,6 +118,22 @@ def test_two_kernels_take_turns_on_a_gpu_that_holds_one(
     for kernel, other, byte in [(first, second, 7), (second, first, 9), (first, second, 7)]:
         assert kernel.value(f"memory.read() == bytes([{byte}]) * {HELD_BYTES}") == "True"
         assert states(environment) == {kernel.tenant: {"active"}, other.tenant: {"paused"}}
+
+
+def test_cell_that_waits_says_so(environment: dict[str, str], tmp_path: Path) -> None:
+    # Under pytest a kernel leaves what is written to its descriptors to the terminal.
+    environment = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    with ExitStack() as stack:
+        # While it works it is paused for its own class alone.
+        first, second = Kernel({**environment, "SUBLET_TURNS": "class=guaranteed"}), Kernel(environment)
+        stack.callback(first.close)
+        stack.callback(second.close)
+        first.cell(f"memory = simdriver.allocate({HELD_BYTES}, fill=7)")
+        first.begin(f"while not os.path.exists({str(tmp_path / 'end')!r}): memory.read()")
+        second.begin(f"memory = simdriver.allocate({HELD_BYTES}, fill=9)")
+        assert "`sublet turns`" in second.wait_for_line("waiting for GPU memory")
+        (tmp_path / "end").touch()
+        assert second.value(f"memory.read() == bytes([9]) * {HELD_BYTES}") == "True"
 
 
 def test_kernel_has_the_name_of_its_notebook(environment: dict[str, str]) -> None:

@@ -73,6 +73,29 @@ def test_entry_points_and_programs_are_there(wheel: Distribution) -> None:
     assert ran.stdout == f"sublet {wheel.version}\n"
 
 
+def test_share_has_what_users_and_their_shells_look_for(wheel: Distribution) -> None:
+    site = located(wheel, PROGRAMS[0]).parents[2]
+    shares = [folder / "share" for folder in (site, Path(sys.prefix)) if (folder / "share/doc/sublet").is_dir()]
+    assert shares, "no pages are installed"
+    share = shares[0]
+    manual = {page.name for page in (share / "man/man1").iterdir()}
+    assert {"sublet.1", "sublet-pause.1", "sublet-metrics.1", "sublet-explain.1"} <= manual
+    for script in ["bash-completion/completions/sublet", "zsh/site-functions/_sublet", "fish/vendor_completions.d/sublet.fish"]:
+        assert "COMPLETE=" in (share / script).read_text(), script
+    kernel = (share / "jupyter/kernels/sublet/kernel.json").read_text()
+    assert kernel == (ROOT / "deploy/jupyter/sublet/kernel.json").read_text()
+    for page in [*(ROOT / "docs").glob("*.md"), *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())]:
+        assert (share / "doc/sublet" / page.relative_to(ROOT)).read_bytes() == page.read_bytes(), page
+    ran = subprocess.run([located(wheel, PROGRAMS[0]), "docs"], text=True, capture_output=True, check=True)
+    assert ran.stdout.startswith(f"{share}/doc/sublet/docs: ")
+
+
+def test_no_message_names_a_path_of_the_repository(wheel: Distribution) -> None:
+    for name in [*PROGRAMS, *(name for name in files(wheel) if name.startswith("sublet/") and name.endswith(".py"))]:
+        found = re.findall(rb"\b(?:docs|deploy)/[\w./-]+\.(?:md|sh|json|yaml|service)", located(wheel, name).read_bytes())
+        assert not found, name
+
+
 def test_wheel_alone_pauses_a_job_on_simulated_gpus(wheel: Distribution) -> None:
     job = f"""
 import simdriver, sublet

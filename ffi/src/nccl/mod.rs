@@ -92,6 +92,7 @@ fn found(path: &CStr, is_watched: bool) {
     }
     note_unseen(|| format!("a second NCCL is in use, {path}, whose calls are not held back"));
     if let Some(member) = runtime::member() {
+        // Its calls are not counted: pause between steps.
         member.notes().add(format!(
             "a second NCCL is in use, {path}: a pause in the middle of its collectives times out"
         ));
@@ -116,6 +117,7 @@ fn called(name: &CStr) {
     note_unseen(|| format!("{} is used, which is not held back", name.to_string_lossy()));
     if let Some(member) = runtime::member() {
         let name = name.to_string_lossy();
+        // It is not counted: pause between steps.
         member.notes().add(format!("{name} is used, which a pause in the middle does not see"));
     }
 }

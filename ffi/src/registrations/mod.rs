@@ -64,6 +64,7 @@ fn found(path: &CStr, is_watched: bool) {
     if is_watched {
         tracing::debug!(%path, "registrations are watched");
     } else if let Some(member) = runtime::member() {
+        // Its registrations are not seen.
         member.notes().add(format!(
             "a second library of its kind registers memory, {path}: what it registers a pause moves away from under \
              the device; keep one"

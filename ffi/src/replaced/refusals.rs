@@ -37,6 +37,7 @@ pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) ->
         let tags = TagNames::Named([tag.clone()].into());
         let resume = Scope::Tags { tags, owner: None }.resume_command(member.presence().tenant());
         let device = device.map_or_else(String::new, |device| format!(" of {device}"));
+        // The process runs without that memory. The driver never saw the call, so the context lives.
         member.notes().add(format!(
             "{symbol} was refused with CUDA_ERROR_NOT_PERMITTED and did nothing: it names memory at {}, {} bytes{device} \
              with tag '{tag}', which is paused. Bring it back first: `{resume}`",

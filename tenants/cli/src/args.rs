@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::environment::Environment;
+use crate::explain::ExplainArgs;
+use crate::larger::PlanArgs;
 use crate::metrics::serve::{ADDRESS, address};
 use crate::simulate::SimulateArgs;
 use clap::{Args, Parser, Subcommand, ValueHint};
@@ -22,6 +24,8 @@ use tenants::time;
 const EXIT_CODES: &str = "\
 Exit codes: 0 done; 1 refused or failed, nothing changed; 2 wrong usage; 3 changed, but not wholly as asked; 130 called off by \
 Ctrl-C or SIGTERM, nothing changed. `sublet run` and `sublet simulate` exit as the command that they run.
+
+Messages of errors end with a code in brackets: sublet explain CODE says more, and sublet docs where the pages are.
 
 A process that runs already attaches itself, from inside: sublet.attach() in Python, sublet_attach() in C.";
 
@@ -77,6 +81,17 @@ pub(crate) enum Command {
     /// Write a tenant's last pause and resume as a timeline for ui.perfetto.dev
     #[command(after_help = "Example: sublet trace train -o t.json")]
     Trace(TraceArgs),
+    /// Calculate whether a training fits a smaller GPU with weights and optimizer in host memory, and its step
+    #[command(
+        after_help = "Example: sublet plan train --params 7B --gpu 24GiB --host 128GiB --tokens 8k"
+    )]
+    Plan(PlanArgs),
+    /// Print what the code of an error means, how the tenant stands and what to do next
+    #[command(after_help = "Example: sublet explain gpu-full")]
+    Explain(ExplainArgs),
+    /// Print where the pages of this version are
+    #[command(after_help = "Example: sublet docs")]
+    Docs,
     /// Print a script with which a shell completes this command
     #[command(after_help = "Example: source <(sublet completions bash)")]
     Completions(CompletionsArgs),

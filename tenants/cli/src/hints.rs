@@ -1,6 +1,10 @@
 //! Answers to words that clap does not know: the way there is to what they ask for.
 
+use clap::CommandFactory as _;
+use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+use crate::args::Cli;
 
 /// A word that other tools have, the subcommands that it is typed with (all if none is named), and the way there is.
 const HINTS: [(&str, &str, &str); 7] = [
@@ -15,6 +19,13 @@ const HINTS: [(&str, &str, &str); 7] = [
 
 /// `error` with the way there is to what `words` ask for, and without clap's own, which is to pass an option as a name.
 pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error {
+    let is_incomplete = matches!(
+        error.kind(),
+        ErrorKind::MissingRequiredArgument | ErrorKind::ValueValidation | ErrorKind::InvalidValue
+    );
+    if is_incomplete && let Some(example) = words.get(1).and_then(|verb| example(verb)) {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![example]));
+    }
     let kind = if error.kind() == ErrorKind::UnknownArgument {
         ContextKind::InvalidArg
     } else {
@@ -39,12 +50,16 @@ pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error
     error
 }
 
+/// The example of a subcommand's help.
+fn example(verb: &str) -> Option<StyledStr> {
+    Cli::command().find_subcommand(verb)?.get_after_help().cloned()
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser as _;
 
     use super::*;
-    use crate::args::Cli;
 
     fn said(line: &str) -> String {
         let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
@@ -60,6 +75,8 @@ mod tests {
             ("sublet top", "tip: `watch -n 1 sublet ps`"),
             ("sublet pause a b", "tip: one tenant at a time; `sublet pause --all`"),
             ("sublet run --tennant a -- true", "tip: a similar argument exists: '--tenant'"),
+            ("sublet plan train --params 7B", "--tokens 8k"),
+            ("sublet plan train --params much", "Example: sublet plan train --params 7B"),
             ("sublet pauze a", "tip: a similar subcommand exists: 'pause'"),
         ] {
             let said = said(line);

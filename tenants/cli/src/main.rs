@@ -14,10 +14,12 @@ mod checkpoints;
 mod doctor;
 mod early;
 mod environment;
+mod explain;
 mod failure;
 mod files;
 mod gpus;
 mod hints;
+mod larger;
 mod launch;
 mod manual;
 mod metrics;
@@ -125,6 +127,9 @@ fn dispatch(
         Command::Checkpoints => checkpoints::serve(),
         Command::Metrics(args) => metrics::metrics(&args, &open_run_dir()?, output),
         Command::Trace(args) => trace::trace(&args, &open_run_dir()?, output),
+        Command::Plan(args) => larger::plan(&args, output),
+        Command::Explain(args) => Ok(explain::explain(&args, output)),
+        Command::Docs => explain::docs(output),
         Command::Completions(args) => manual::completions(&args, output),
         Command::Man(args) => manual::man(&args, output),
         Command::BugReport => Ok(bug_report::bug_report(environment, open_run_dir(), output)),

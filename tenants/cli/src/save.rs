@@ -98,7 +98,7 @@ fn remarks(report: &SaveReport, output: &mut Output) {
         output.line(format!("NOT WRITTEN: {who}: {}", failed.why));
     }
     output.line(format!(
-        "the tenant stays as it was; {} says what is where (docs/save.md)",
+        "the tenant stays as it was; {} says what is where (save.md in the folder of `sublet docs`)",
         report.dir.join(TENANT_MAP).display()
     ));
 }
@@ -159,7 +159,7 @@ imported: memory of other processes, which is in its owners' files
 process 11 has nothing saved: python train.py
 1 process of the tenant had ended, and what was saved in them is gone too
 NOT WRITTEN: process 12: it has ended (python train.py)
-the tenant stays as it was; /data/saved/tenant.json says what is where (docs/save.md)
+the tenant stays as it was; /data/saved/tenant.json says what is where (save.md in the folder of `sublet docs`)
 ";
         assert_eq!(output.text(), expected);
     }

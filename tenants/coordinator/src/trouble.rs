@@ -30,7 +30,8 @@ pub enum Trouble {
     /// The process that asks has not joined a tenant.
     #[error("{0}")]
     NotJoined(String),
-    /// Nobody ever ran under that name, or all of it is gone.
+    /// Nobody ever ran under that name, or all of it is gone. Compare `SUBLET_RUN_DIR` and the user with those of the
+    /// job.
     #[error("there is no tenant '{tenant}' ({})", known(existing))]
     NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
     /// All processes of the tenant are dead; what they left behind was removed.
@@ -41,14 +42,14 @@ pub enum Trouble {
     /// The run directory is not usable, or somebody else coordinates.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// A process lives but cannot be spoken to.
+    /// A process lives and takes no connection. It may be stopped (`SIGSTOP`), or in a frozen container.
     #[error("a process of tenant '{tenant}' cannot be reached; nothing was changed")]
     Unreachable {
         tenant: TenantName,
         #[source]
         source: TransportError,
     },
-    /// A process lives but did not say who it is.
+    /// A process lives and did not say who it is, within five seconds or the `--timeout`.
     #[error("{} of '{tenant}' not started: {why}; nothing was changed", noun(*action))]
     NoGreeting {
         tenant: TenantName,
@@ -67,14 +68,14 @@ pub enum Trouble {
         /// Version and process ids, as text.
         versions: String,
     },
-    /// A process of the tenant has lost something.
+    /// A process of the tenant has lost something. Its saved contents can be written to files.
     #[error(
         "process {pid} of tenant '{tenant}' is faulted and can neither be paused nor resumed: end it, \
          then try again; {} before that",
         save_hint(tenant)
     )]
     Faulted { tenant: TenantName, pid: u32 },
-    /// No process of the tenant has ever used these tags.
+    /// No process of the tenant has ever used these tags. The known ones follow.
     #[error(
         "tenant '{tenant}' has no memory with the {}; {}",
         quoted_tags(unknown),
@@ -86,12 +87,13 @@ pub enum Trouble {
         unknown: Vec<String>,
         known: Vec<String>,
     },
-    /// A pause by tag of processes that stand still.
+    /// A pause by tag of a tenant that is paused as a whole: its tags are away already.
     #[error(
         "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
     )]
     PausedAlready { tenant: TenantName },
-    /// Only memory of some tags is away, and the processes stand still until all of it is back.
+    /// Only memory of some tags is away, and the processes stand still until all of it is back: the job has not
+    /// agreed to run without it.
     #[error(
         "{what} is paused alone, and the job stands still until all of that is back: `sublet resume {tenant}` first, or \
          `sublet pause {tenant}`, which takes the rest"
@@ -146,13 +148,14 @@ pub enum Trouble {
     /// No process could write. Nothing is left in the directory.
     #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), joined(failures))]
     SaveFailed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
-    /// Processes joined again and again while the tenant was being paused. Everything was undone.
+    /// Processes joined again and again while the tenant was being paused. Everything was undone. Wait until the job
+    /// has started.
     #[error(
         "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
     )]
     Joined { tenant: TenantName },
-    /// It was called off before the point of no return. Everything was undone, but for what
-    /// `undo_failures` says.
+    /// It was called off, by Ctrl-C, SIGTERM or the caller, before the point of no return. Everything was undone,
+    /// unless the end says otherwise.
     #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, *runs, undo_failures))]
     CalledOff {
         tenant: TenantName,
@@ -165,8 +168,8 @@ pub enum Trouble {
     /// The process that coordinated what all processes requested has failed, and told the others.
     #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
     FailedTogether { tenant: TenantName, action: Action, why: String },
-    /// A member did not do its part before the point of no return. Everything was undone, but for what
-    /// `undo_failures` says.
+    /// A process did not do its part before the point of no return. The process, the step, the reason and the
+    /// tenant's state follow; "as before": nothing has changed.
     #[error(
         "{} tenant '{tenant}' failed: {}{}{}",
         gerund(*action), causes(failures, shortages), undone(*action, *runs, undo_failures),
@@ -201,7 +204,8 @@ pub enum Trouble {
         /// Why the second did not come.
         source: Box<Self>,
     },
-    /// As [`Trouble::WentBack`], and the first could not be resumed: what of it had left is paused still, as what was to come is.
+    /// As the message before, but the first tenant could not be resumed: what of it had left is paused still, as what
+    /// was to come is. Nothing is lost.
     #[error(
         "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
         left.subject_first(tenant),
@@ -218,7 +222,8 @@ pub enum Trouble {
         resume: Box<Self>,
         source: Box<Self>,
     },
-    /// A tenant that is switched to does not fit, even if all make way.
+    /// A tenant that is switched to does not fit, even if all make way. End processes that hold the rest: `sublet ps`
+    /// names them.
     #[error("{why}; nothing was changed")]
     Never {
         tenant: TenantName,
@@ -226,7 +231,7 @@ pub enum Trouble {
         /// The devices on which it lacks memory.
         gpus: Vec<String>,
     },
-    /// Somebody in the way of a tenant that is switched to is in a turn.
+    /// Somebody in the way of a tenant that is switched to is in a turn. The message has the time that is left.
     #[error(
         "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"
     )]

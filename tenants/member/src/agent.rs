@@ -477,6 +477,7 @@ fn no_consent(action: Action) -> Failure {
         Action::Pause => "ncclPause",
         Action::Resume => "ncclResume",
     };
+    // `ncclPause` and `ncclResume` wait for all processes of the tenant, helpers that use CUDA included.
     FailureKind::NoConsent.because(format!(
             "process {PID} has not called {call} in time: every process of the tenant must call it, or one \
              of them sublet_pause_tenant for all"

@@ -261,6 +261,7 @@ impl<D: Driver> Counting<D> {
         match self.count() {
             Ok(true) => Reply::Counts,
             Ok(false) => Reply::Failed(
+                // The tenant has no budget: `sublet budget TENANT 0=60GiB` sets one.
                 FailureKind::Unknown.because(format!("process {PID}: nobody counts in its tenant")),
             ),
             Err(error) => Reply::Failed(

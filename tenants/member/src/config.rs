@@ -126,7 +126,7 @@ pub enum JoinError {
     /// The run directory is not usable.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// The system gave no randomness, thread or pipe.
+    /// The system gave no randomness, thread or pipe. Raise `ulimit -u` or `ulimit -n`.
     #[error("{what} could not be had: {source}")]
     System {
         /// The resource that was requested.

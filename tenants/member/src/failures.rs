@@ -57,6 +57,7 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
     Failure { kind, message }
 }
 
+/// A CUDA graph was still being captured at the deadline.
 pub(super) fn in_capture(count: usize) -> Failure {
     FailureKind::InCapture.because(format!(
         "process {PID} is capturing {count} stream(s): pause again when the capture has ended"
@@ -64,7 +65,7 @@ pub(super) fn in_capture(count: usize) -> Failure {
 }
 
 /// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
-/// saved cannot be put back in this process.
+/// saved cannot be put back in this process. Often a kernel of the job's own has touched a wrong address.
 pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
     FailureKind::Faulted.because(format!(
             "process {PID}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
@@ -72,6 +73,7 @@ pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
         ))
 }
 
+/// Contents that the process has saved can be written to files (`sublet save`).
 pub(super) fn faulted() -> Failure {
     FailureKind::Faulted
         .because(format!("process {PID} is faulted: something of it was lost before; end it"))
@@ -84,7 +86,7 @@ pub(super) fn frozen(tenant: &TenantName) -> Failure {
         ))
 }
 
-/// A defect of ours.
+/// A defect of ours. The log of the process helps (`SUBLET_LOG=debug`).
 pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
     FailureKind::Faulted.because(format!(
             "process {PID}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
@@ -93,6 +95,7 @@ pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
         ))
 }
 
+/// The driver refused a call of the undo. The next command tries it again.
 pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
     failure.kind.because(format!(
             "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \

@@ -80,6 +80,7 @@ impl Lifecycle {
         if state == MemberState::Faulted {
             return Err(faulted());
         }
+        // Another failure has left it there. The next pause or resume repairs it.
         Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
     }
 

@@ -62,6 +62,7 @@ impl Presence {
                 client.listens_at = Some(socket);
                 Ok(())
             }
+            // The process that asks is another than it says, or of no tenant.
             Ok(Err(member)) => Err(FailureKind::Unknown.because(format!(
                     "process {PID} gives no memory to {}: it asks as {importer} of tenant {tenant}, which is {}; start it \
                      in that tenant (sublet run --tenant {tenant})",
@@ -78,6 +79,7 @@ impl Presence {
     }
 }
 
+/// The process that asks is in no tenant that may have the memory.
 fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
     FailureKind::Unknown
         .because(format!("process {PID}: {importer} is no process of tenant {tenant}"))
@@ -88,6 +90,7 @@ fn named(peer: Peer) -> String {
     format!("{peer} (user {})", geteuid())
 }
 
+/// The answer of the system is in the brackets.
 fn not_seen(error: &io::Error) -> Failure {
     let is_over_soon = error.raw_os_error() == Some(Errno::EAGAIN as i32);
     let kind = if is_over_soon { FailureKind::NotNow } else { FailureKind::Driver };

@@ -240,12 +240,13 @@ impl<D: Driver> Prefault<D> {
     }
 }
 
-/// Why no more than `most_bytes` are held.
+/// The refusal to hold more than `most_bytes` ahead.
 fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure {
     let next = match kind {
         LimitKind::Configured => "raise it: each process of the tenant has its share",
         LimitKind::Available | LimitKind::ControlGroup { .. } => kind.advice(),
     };
+    // A tenth of the memory stays free. The pause itself may still fit.
     FailureKind::OutOfHostMemory.because(format!(
         "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {most_bytes} are held \
          ahead of it, a reserve set aside, because of {kind}: {next}"

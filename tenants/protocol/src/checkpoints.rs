@@ -15,17 +15,17 @@ pub enum CheckpointError {
     /// There is no driver here that can.
     #[error("{reason}")]
     Unavailable { reason: String },
-    /// It refused.
+    /// The driver refused a call about another process.
     #[error("{call} failed with {code}")]
     Driver { call: &'static str, code: DriverCode },
-    /// It did not answer, and may still be at it.
+    /// The driver did not answer, and may still be at it. The next command continues it.
     #[error("{call} did not return within {} s", waited.as_secs())]
     Silent {
         call: &'static str,
         /// For how long it was waited for.
         waited: Duration,
     },
-    /// The process is not where the call needs it.
+    /// The process is not where the call needs it. The next command continues it.
     #[error("the driver says that it is {state:?}")]
     State { state: ProcessState },
 }

@@ -33,7 +33,7 @@ pub enum Class {
     Guaranteed,
 }
 
-/// A text that is no class.
+/// A text that is no class. In `SUBLET_TURNS` it counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no class: say guaranteed, fair or background")]
 pub struct ClassError {
@@ -61,7 +61,7 @@ impl FromStr for Class {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Weight(NonZeroU32);
 
-/// A text that is no weight.
+/// A text that is no weight. In `SUBLET_TURNS` it counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no weight: give a number from 1 to {}", Weight::MAX)]
 pub struct WeightError {
@@ -128,7 +128,7 @@ pub enum TurnSettingsError {
     /// A wrong time; the text says what is expected.
     #[error("{0}")]
     Wait(String),
-    /// Something else.
+    /// There is something else in `SUBLET_TURNS`. It counts as not set, and a note says so.
     #[error("'{given}' is none of auto, deep, class=, weight= and wait=")]
     Unknown {
         /// The start of it.

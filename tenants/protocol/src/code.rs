@@ -1,4 +1,6 @@
 //! Why something failed: one word of a closed list, the same in messages, in JSON, and as the place in `docs/errors.md`.
+//!
+//! That page is made of the comments here (`SUBLET_WRITE_ERRORS=1 cargo xtask tidy`), and `sublet explain` prints them.
 
 use std::fmt;
 
@@ -9,43 +11,81 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Code {
-    /// The command line, or a setting.
+    /// The command line, a setting, or the directory to save to is wrong.
+    /// Nothing was changed.
+    /// Next: `sublet --help`.
     Usage,
-    /// There is no live process of that name.
+    /// No live process has that tenant, in this run directory and for this user.
+    /// A process joins its tenant at its first use of GPU memory: a new job may not have joined yet.
+    /// Next: `sublet ps`.
     NoSuchTenant,
-    /// No memory has that tag.
+    /// No memory of the tenant has that tag.
+    /// Nothing was changed. The message has the tags that are there.
+    /// Next: `sublet ps -v`.
     UnknownTag,
-    /// Somebody else pauses, resumes or switches, or is in a turn.
+    /// Another process pauses, resumes or switches, or a tenant has a turn.
+    /// Nothing was changed. The message names who it is.
+    /// Next: `sublet turns`.
     Busy,
-    /// It was called off.
+    /// Ctrl-C or SIGTERM called the command off.
+    /// The message has the state of the tenant.
+    /// Next: `sublet ps`.
     CalledOff,
     /// A process is stopped, silent or gone.
+    /// The message has the state of the tenant.
+    /// Next: `sublet ps`.
     NoAnswer,
-    /// A GPU is too full.
+    /// A GPU has too little free memory for a resume.
+    /// The tenant stays paused, with its contents. The message has the missing bytes and who holds the rest.
+    /// Next: `sublet switch TENANT` pauses other tenants that hold it. `sublet resume TENANT --wait` waits for a program outside.
+    /// A tenant that is larger than the GPU never fits: end some of its processes, which `sublet ps -v` lists.
     GpuFull,
-    /// Host memory, or the disk that saved contents go to, is too full.
+    /// Host memory, or the disk for saved contents, is too full.
+    /// The tenant is as before. The message names the limit.
+    /// Next: `sublet doctor`.
     HostFull,
     /// A CUDA graph is being captured.
+    /// The tenant runs on. A longer deadline lets the capture end.
+    /// Next: `sublet pause TENANT --timeout 2m`.
     InCapture,
-    /// The ranks or their devices did not come to rest in time.
+    /// The ranks did not reach a common cut, or their devices did not finish, before the deadline.
+    /// The tenant runs on. Look at the rank in host code, which the message names.
+    /// Next: `sublet pause TENANT --timeout 2m`.
     NotInTime,
-    /// The application did not ask for the same.
+    /// Not all processes of the application called `ncclPause` or `ncclResume` in time.
+    /// Nothing was changed.
+    /// Next: `sublet ps`.
     NoConsent,
-    /// Not in the state that the tenant is in.
+    /// The tenant is in another state than the command needs: paused as a whole, or with nothing saved.
+    /// Nothing was changed.
+    /// Next: `sublet ps`.
     WrongState,
-    /// Other processes or tenants have the memory open, or it is of one that is paused.
+    /// Other processes have the memory open, or it belongs to a paused tenant.
+    /// Nothing was changed.
+    /// Next: `sublet ps -v`.
     Shared,
-    /// Processes came in each time.
+    /// New processes joined during each try of the pause.
+    /// The tenant runs on. Wait until the job has started.
+    /// Next: `sublet pause TENANT`.
     Joined,
-    /// Processes run different versions.
+    /// The processes run different versions of Sublet.
+    /// Nothing was changed. Start all of the job with one version.
+    /// Next: `sublet stats TENANT`.
     VersionsDiffer,
-    /// A process has lost something: it should be ended.
+    /// A process has lost contents, and can neither be paused nor resumed.
+    /// What it has saved can be written to files. End it then.
+    /// Next: `sublet save TENANT DIR`.
     Lost,
-    /// The driver refused, or the disk.
+    /// The driver refused a call, or the disk of saved contents failed.
+    /// The message has the state of the tenant.
+    /// Next: `sublet doctor`.
     Driver,
     /// The run directory is not usable.
+    /// Nothing was changed. The message has the problem and its remedy.
+    /// Next: `sublet doctor`.
     RunDir,
-    /// Anything else; the message says what.
+    /// The message has the cause and the state.
+    /// Next: `sublet doctor`.
     Other,
 }
 

@@ -39,7 +39,7 @@ pub enum FamilyRefusal {
         missing: TenantName,
         family: FamilyName,
     },
-    /// They name different ones.
+    /// Both sides name a family, and not the same.
     #[error(
         "the memory is of tenant '{lender}' in family '{lenders}', and tenant '{borrower}' in family '{borrowers}' may \
          not open it: start both with the same --family"

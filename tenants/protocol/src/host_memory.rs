@@ -151,7 +151,7 @@ pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
     HostBudget(left.min())
 }
 
-/// The processes of a tenant need more host memory than a limit leaves them.
+/// The processes of a tenant need more host memory than a limit leaves them. The message names the limit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "saving {saved_bytes} bytes of {processes} process(es) needs {demand_bytes} bytes of host memory, and {kind} \

@@ -8,7 +8,7 @@ use vmm_pool::PeerId;
 /// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
 pub const TENANT_NAME_BYTES_MAX: usize = 40;
 
-/// Why a text is no name.
+/// A text that is no name of a tenant or family.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{given}' is no {what}: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \

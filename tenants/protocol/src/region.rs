@@ -95,10 +95,10 @@ pub enum RegionError {
     /// The tag is that of a library's own memory.
     #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
     LibrarysTag { tag: String },
-    /// Too many tags.
+    /// A process has too many tags.
     #[error("this process has used {TAGS_MAX} tags: a tag names a kind of memory, not one tensor")]
     TooManyTags,
-    /// Nested too deep.
+    /// Regions are nested too deep.
     #[error("regions are nested {DEPTH_MAX} deep: an end is missing on this thread")]
     TooDeep,
     /// No region is open on this thread.

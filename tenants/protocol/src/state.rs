@@ -70,7 +70,7 @@ pub enum Event {
     Lost,
 }
 
-/// An event that does not fit the state.
+/// An event that does not fit the state. The next pause or resume repairs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not possible while {state:?}")]
 pub struct InvalidTransition {

@@ -69,7 +69,7 @@ pub struct Ticket {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// It was written by another version of Sublet.
+    /// The ticket was written by another version of Sublet.
     #[error(
         "this descriptor is a Sublet ticket of version {found}, and this process knows version {TICKET_VERSION}: run \
          all processes of a tenant with one Sublet version"
@@ -78,19 +78,19 @@ pub enum TicketError {
         /// Its version.
         found: u16,
     },
-    /// It ends too early.
+    /// The ticket ends too early: it was cut short on its way.
     #[error("this descriptor is a Sublet ticket of {length} bytes that should have {TICKET_BYTES}")]
     Truncated {
         /// Its length in bytes.
         length: usize,
     },
-    /// A part of it makes no sense.
+    /// A part of the ticket makes no sense.
     #[error("this descriptor is a Sublet ticket with a bad {field}")]
     Malformed {
         /// The name of the bad part.
         field: &'static str,
     },
-    /// The system refused to read it.
+    /// The system refused to read the ticket.
     #[error("a Sublet ticket could not be read")]
     Io(#[from] io::Error),
 }

@@ -31,6 +31,7 @@ const REST: Duration = Duration::from_hours(1);
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
     let again = move |text: &str| {
+        // A defect of ours.
         after_panic.notes().add(format!(
             "Sublet failed inside, watching for its turn ({text}), and begins again; report this"
         ));
@@ -39,6 +40,7 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     };
     let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
     if let Err(error) = thread {
+        // `sublet resume` or `sublet switch` brings it back.
         member.notes().add(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));
@@ -118,6 +120,7 @@ impl Sinking {
         };
         self.not_before = Some(Instant::now() + self.after_failure);
         if let Some(why) = failed {
+            // A deep pause is not possible, so the tenant is paused without it.
             member.notes().add(format!("its contexts stay on the GPUs while it rests: {why}"));
         }
     }

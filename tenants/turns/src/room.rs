@@ -29,6 +29,8 @@ use tenants::wire::MemberState;
 const IN_VAIN_MAX: u32 = 6;
 /// The time that a switch may take past the deadline, if it has begun by then and stops nobody for good yet.
 const BEYOND: Duration = Duration::from_secs(1);
+/// A wait that is longer is told, in the log of the process.
+const TOLD_AFTER: Duration = Duration::from_secs(2);
 /// Within this time a library that frees its caches when it is refused has asked again.
 const SECOND_WITHIN: Duration = Duration::from_secs(10);
 
@@ -104,6 +106,7 @@ pub fn wait_for_room<D: Driver, T, E>(
         },
         Err(error) => chain(&error),
     };
+    // No tenant could be paused in time, so the application got out of memory. The tenants in the way follow.
     member.notes().add(format!(
         "an allocation of {} bytes on {gpu} was refused after it had waited for {} s: {why}",
         allocation.size_bytes,
@@ -151,7 +154,16 @@ fn try_again<D: Driver, T, E>(
     is_full: fn(&E) -> bool,
     mut make: impl FnMut() -> Result<T, E>,
 ) -> Result<Result<T, E>, String> {
-    let is_over = || member.presence().has_left() || signals::has_come();
+    let is_told = Cell::new(false);
+    let is_over = || {
+        if began.elapsed() >= TOLD_AFTER && !is_told.replace(true) {
+            let wait_s = wait.as_secs();
+            tracing::warn!(
+                "waiting for GPU memory that others hold, for {wait_s} s at most; `sublet turns` shows for whom"
+            );
+        }
+        member.presence().has_left() || signals::has_come()
+    };
     let checkpointer = (member.config().checkpointer)();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);

@@ -12,7 +12,7 @@ pub enum PageError {
     /// The pool or the driver refused.
     #[error(transparent)]
     Pool(PoolError),
-    /// The host cannot hold the contents.
+    /// The host cannot hold the contents. Nothing has moved.
     #[error(
         "copies of memory that is paged need {grow_bytes} more bytes of host memory ({needed_bytes} with what else is \
          saved there), and {available_bytes} are available: free some (sublet ps shows who holds how much), raise \
@@ -26,7 +26,7 @@ pub enum PageError {
         /// By how much it may, in bytes.
         available_bytes: u64,
     },
-    /// The memory that is used together does not fit.
+    /// The memory that is used together does not fit. The first figure is the least that works.
     #[error(
         "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
          {needed_bytes} bytes of frames, or use less together"
@@ -71,7 +71,7 @@ pub enum PageError {
         /// The address that was given.
         address: DeviceAddress,
     },
-    /// Something did not happen in time.
+    /// Frames were not free in time. The time of a pause does not count.
     #[error("waiting for {what} took longer than {} s: is the GPU busy with work that does not end?", limit.as_secs())]
     Late {
         /// The event that was waited for.
@@ -85,7 +85,7 @@ pub enum PageError {
         /// The device.
         device: DeviceOrdinal,
     },
-    /// The thread could not be started.
+    /// The thread could not be started. Look at `ulimit -u`.
     #[error("no thread for paging could be had: {0}")]
     NoThread(#[source] std::io::Error),
     /// The same as another caller was told.

@@ -25,13 +25,13 @@ pub enum SavedError {
     /// The memory is on its device.
     #[error("the memory at {0} is on its device: read it there, or pause it first")]
     Resident(DeviceAddress),
-    /// It is away, and its contents were not kept on the host.
+    /// The memory is away, and its contents were not kept on the host. `sublet_host_copy_out` reads those in files.
     #[error("the contents at {0} were not kept in host memory: their region's policy is another")]
     NotKept(DeviceAddress),
-    /// The saved bytes lie in several pieces, or some are zero and lie nowhere.
+    /// The saved bytes lie in several pieces, or some are zero and lie nowhere. In C, call `sublet_host_copy_out`.
     #[error("the saved contents at {0} lie in several pieces of host memory: copy them out")]
     InPieces(DeviceAddress),
-    /// They are in a file, and the system does not read them.
+    /// The contents are in a file, and the system does not read them.
     #[error("the saved contents at {0} cannot be read from their file: {1}")]
     Unreadable(DeviceAddress, std::io::ErrorKind),
 }

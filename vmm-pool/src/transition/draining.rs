@@ -47,13 +47,13 @@ pub struct Activity {
 /// Why the devices were not seen to finish. The gate is still shut.
 #[derive(Debug, thiserror::Error)]
 pub enum DrainError {
-    /// They had work left at the deadline.
+    /// Devices had work left at the deadline. Pause between steps, or with a longer `--timeout`.
     #[error("the devices did not finish in time")]
     Deadline {
         /// The activity that was seen last.
         seen: Activity,
     },
-    /// The wait was called off.
+    /// The wait was called off, since another process failed: look at its reason.
     #[error("the wait for the devices was called off")]
     CalledOff,
     /// Streams are under capture, which a wait for a device would end. At least so many.
@@ -62,7 +62,7 @@ pub enum DrainError {
         /// The number of streams that are seen under capture.
         count: usize,
     },
-    /// The system gave no thread to wait with.
+    /// The system gave no thread to wait with. Look at `ulimit -u`.
     #[error("no thread to wait for {place} with: {source}")]
     NoThread {
         /// The place that was to be waited for.

@@ -43,13 +43,15 @@ pub struct Frozen<D: Driver> {
 /// Why a process was not frozen. It is as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotFrozen {
-    /// Its memory is not away.
+    /// The memory of the process is not away. Pause it again.
     #[error("the gate is not shut behind memory that is away")]
     NotAway,
-    /// Host memory was being pinned for the next pause, and that did not end in time.
+    /// Host memory was being pinned for the next pause, and that did not end in time. `sublet ps` shows it: pause
+    /// deep again after it.
     #[error("the driver is still pinning host memory for the next pause")]
     Pinning,
-    /// Threads of the application's are inside calls that the driver would end the process for ([`crate::asking`]).
+    /// Threads of the application's are inside calls that the driver would end the process for. The tenant stays
+    /// paused: pause it deep again, or leave it so.
     #[error(
         "{0} threads are still inside calls that ask about work or wait for it (cuStreamSynchronize and its like) after {waited_s} s",
         waited_s = .1.as_secs()

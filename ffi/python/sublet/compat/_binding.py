@@ -169,7 +169,7 @@ class Framework:
     def _refusal(self, lacking: str) -> str:
         return (
             f"{self.name} {self.version() or 'of an unknown version'} {lacking}: nothing of that module "
-            "is replaced; docs/frameworks.md names what was read"
+            "is replaced; frameworks.md in the folder of `sublet docs` names what was read"
         )
 
     def _act(self, module: ModuleType) -> None:

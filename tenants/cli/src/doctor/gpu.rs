@@ -107,7 +107,7 @@ fn multicast(gpus: usize) -> Check {
             "{gpus} GPUs are behind NVSwitches that multicast, which Sublet hides: NCCL's large all-reduces lose about a fifth of their \
              bandwidth on eight GPUs, by others' figures"
         ),
-        "to see what it costs you, run a job without Sublet, with NCCL_NVLS_ENABLE=0 and without (docs/status.md)",
+        "to see what it costs you, run a job without Sublet, with NCCL_NVLS_ENABLE=0 and without (status.md in the folder of `sublet docs`)",
     )
 }
 

@@ -167,7 +167,7 @@ const RULES: &[Rule] = &[
         matters: is_shorter_than_a_hold,
         finding: "kernels of NCCL EP count a rank as failed that a pause has held for longer: they mask it, or \
                   end their process",
-        next_step: "set it above 70000, or unset it; or pause between steps (docs/watchdogs.md)",
+        next_step: "set it above 70000, or unset it; or pause between steps (watchdogs.md in the folder of `sublet docs`)",
     },
     Rule {
         name: "NCCL_NVLS_ENABLE",

@@ -25,6 +25,7 @@ impl<D: Driver> Executor<D> {
         }
         self.lifecycle.expect(MemberState::Paused)?;
         if self.stood_without_tags() {
+            // A process is frozen only if all of its memory is away: resume the tenant, then pause it deep.
             return Err(wrong_state(format!(
                 "process {PID} is paused by tag, and its other memory is on the GPU"
             )));
@@ -41,6 +42,7 @@ impl<D: Driver> Executor<D> {
             }
             Err(Failed { state, error }) => {
                 self.progress = Progress::Rest(*state);
+                // The reason follows. The tenant stays paused: pause it deep again.
                 Err(FailureKind::NotNow.because(format!("process {PID} was not frozen: {error}")))
             }
         }

@@ -32,6 +32,7 @@ pub(super) fn may_close<D: Driver>(
     ];
     for (_, name, veto) in participants.into_iter().filter(|(is_used, ..)| *is_used) {
         if let Some(failure) = veto(member) {
+            // The feature that refuses is in the brackets.
             return Err(failure.kind.because(format!("{failure} (refused by: {name})")));
         }
     }
@@ -49,7 +50,7 @@ fn ungated<D: Driver>(member: &Member<D>) -> Option<Failure> {
 }
 
 /// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
-/// there.
+/// there. `SUBLET_WITHOUT_PINS` names device files that hold none.
 fn unseen_pins<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().unseen_pins)()?;
     Some(wrong_state(format!("process {PID} cannot be paused: {why}")))
@@ -86,6 +87,7 @@ pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
     } else {
         (member.config().unfreezable)()
     };
+    // A deep pause would end the job. A pause without `--deep` is possible.
     Some(wrong_state(format!(
         "the driver could not bring process {PID} back from a deep pause: {why}; a pause without --deep \
          frees its memory",

@@ -198,6 +198,7 @@ impl<D: Driver> Executor<D> {
             NotShut::StillInside(inside) => {
                 let late = FailureKind::DrainTimeout;
                 let kind = if is_called_off { FailureKind::CalledOff } else { late };
+                // Threads are inside calls of the driver, and did not return in time.
                 kind.because(format!(
                     "process {PID}: {inside}; pause at a step boundary, or give a longer timeout"
                 ))
@@ -288,6 +289,7 @@ impl<D: Driver> Executor<D> {
     /// Puts `progress` back: the requested step does not follow it.
     pub(super) fn out_of_turn(&mut self, progress: Progress<D>) -> Failure {
         self.progress = progress;
+        // Two commands were active, or one was lost. The next pause or resume repairs it.
         wrong_state(format!("process {PID}: this step does not follow the one before"))
     }
 

@@ -221,6 +221,7 @@ impl<D: Driver> Executor<D> {
             MemberState::Faulted => Reply::Failed(faulted()),
             MemberState::Deep => Reply::Failed(frozen(self.member.presence.tenant())),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
+                // The process is changing its state: try again.
                 Reply::Failed(wrong_state(format!(
                     "process {PID} is {state:?}: what a resume needs is known when it runs or is paused"
                 )))

@@ -102,6 +102,7 @@ impl<D: Driver> Executor<D> {
     fn write_on(&mut self, connection: u64, until: Instant) -> Result<SaveProgress, Failure> {
         let of_asker = self.saving.as_mut().filter(|saving| saving.connection == connection);
         let Some(saving) = of_asker else {
+            // Another command has taken the tenant.
             return Err(wrong_state(format!(
                 "process {PID} is not writing its saved contents to files any more: a pause, a resume or another save \
                  has begun meanwhile; try again"
@@ -144,6 +145,7 @@ impl Saving {
         }
         let map = self.file_name("json");
         let text = serde_json::to_vec_pretty(&self.map(pool, tenant)).map_err(|error| {
+            // The map could not be written. The reason follows.
             FailureKind::Unknown.because(format!("process {PID}: the map of its contents: {error}"))
         })?;
         self.dir.write_whole(&map, &text)?;

@@ -145,6 +145,7 @@ impl<D: Driver> Stepper<'_, D> {
             return Ok(false);
         }
         if self.draining.wants_capture() {
+            // A CUDA graph is about to be captured.
             return Err(FailureKind::InCapture.because(format!(
                     "process {PID} is about to capture a stream, and its devices wait for what comes then: pause again \
                      when the capture has ended"

@@ -40,7 +40,7 @@ pub enum ImportError {
         /// Ours.
         ours: String,
     },
-    /// The ticket names a tenant that is not there.
+    /// The ticket names a tenant that is not there. Two containers may not share the directory.
     #[error(
         "the ticket is of tenant {theirs}, which is not in this process's run directory: start both with one \
          SUBLET_RUN_DIR"
@@ -49,7 +49,7 @@ pub enum ImportError {
         /// The tenant of the ticket.
         theirs: String,
     },
-    /// The tenant that the memory is borrowed from is paused.
+    /// The tenant that the memory is borrowed from is paused. Resume it first.
     #[error("{count} allocations that this process has open are another tenant's: {failure}")]
     LenderAway {
         /// Allocations that were requested.
@@ -79,7 +79,7 @@ pub enum ImportError {
         #[source]
         source: std::io::Error,
     },
-    /// The owner did not answer as it should.
+    /// The owner did not answer as it should: it has ended, or is stopped.
     #[error("the owner of the memory, at {}, could not be asked: {source}", path.display())]
     Owner {
         /// Its socket.
@@ -88,7 +88,7 @@ pub enum ImportError {
         #[source]
         source: TransportError,
     },
-    /// The owner has ended, and its memory with it.
+    /// The owner has ended, and its memory with it. `sublet save` writes the contents of the others.
     #[error(
         "{owner} has ended, and with it {count} allocations that this process had imported from it: end \
          this process, or leave them out (sublet resume --without-lost)"
@@ -113,7 +113,7 @@ pub enum ImportError {
     /// The owner refused.
     #[error("the owner of the memory refused: {0}")]
     Refused(#[source] Failure),
-    /// The owner sent something else than was requested.
+    /// The owner sent something else than was requested: a fault of Sublet, or another version of it.
     #[error(
         "the owner of the memory, at {}, sent {got} descriptors for {wanted} allocations",
         path.display()
@@ -126,7 +126,7 @@ pub enum ImportError {
         /// Allocations that were requested.
         wanted: usize,
     },
-    /// The owner sent a descriptor that cannot be of the driver's.
+    /// The owner sent a descriptor that cannot be of the driver's: a fault of Sublet, or another version of it.
     #[error("the owner of the memory, at {}, sent a descriptor that is no device's", path.display())]
     NotMemory {
         /// Its socket.

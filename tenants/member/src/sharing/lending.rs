@@ -58,6 +58,7 @@ impl<D: Driver> Sharing<D> {
         let fds_max =
             if fetch.borrower.is_some() { FDS_PER_MESSAGE_MAX / 2 } else { FDS_PER_MESSAGE_MAX };
         if fetch.allocations.len() > fds_max {
+            // A fault of Sublet, or another program.
             return Err(FailureKind::Unknown.because(format!(
                 "{} descriptors in one request, and {fds_max} are the limit",
                 fetch.allocations.len()
@@ -128,6 +129,7 @@ impl<D: Driver> Sharing<D> {
             let device = pool.holdings().device_of(id);
             let device = device.map(|device| pool.devices().uuid(device)).unwrap_or_default();
             let (lease, watch) = ticket::lease().map_err(|error| {
+                // The process has reached its limit of open files.
                 FailureKind::Driver.because(format!(
                     "process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close \
                      what is open"
@@ -150,6 +152,7 @@ impl<D: Driver> Sharing<D> {
     /// The tenant of an importer, if it may be lent to.
     fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
         let no_name = |what: &str| {
+            // A fault of Sublet, or another program.
             FailureKind::Unknown.because(format!("process {PID}: what asks names no {what}"))
         };
         let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
@@ -170,6 +173,7 @@ impl<D: Driver> Sharing<D> {
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 let tenant = self.presence.tenant();
+                // Resume again when the lender runs.
                 Err(FailureKind::NotNow.because(format!(
                     "process {PID} of tenant '{tenant}' is {state:?}: a pause or resume of it is under way"
                 )))
@@ -178,6 +182,7 @@ impl<D: Driver> Sharing<D> {
         }
     }
 
+    /// The lender is paused; the message names it.
     fn lender_away(&self, why: &str) -> Failure {
         let tenant = self.presence.tenant();
         FailureKind::LenderAway.because(format!(

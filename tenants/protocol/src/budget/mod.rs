@@ -44,28 +44,28 @@ pub struct Budgets(BTreeMap<Which, Option<u64>>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BudgetError {
-    /// One of them says no size.
+    /// A budget says no size. Units are `KiB`, `MiB`, `GiB` and `TiB`; all are binary.
     #[error(
         "'{text}' is no budget: say for example 60GiB for every GPU, 0=60GiB for the one that nvidia-smi shows as 0, or none"
     )]
     NoSize { text: String },
-    /// One of them names no GPU.
+    /// A budget names no GPU. `nvidia-smi -L` shows numbers and identities.
     #[error(
         "'{text}' names no GPU: say its number as nvidia-smi shows it, such as 0=60GiB, or its whole identity, \
          GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx=60GiB"
     )]
     NoGpu { text: String },
-    /// Two are about one GPU.
+    /// Two budgets are about one GPU.
     #[error("two budgets for {which}: say one")]
     Twice { which: Which },
-    /// One names a number that no GPU of this machine has.
+    /// A budget names a number that no GPU of this machine has.
     #[error(
         "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them whatever \
          CUDA_VISIBLE_DEVICES says",
         count.saturating_sub(1)
     )]
     NoSuchGpu { index: u32, count: usize },
-    /// Too many for one tenant.
+    /// There are too many budgets for one tenant.
     #[error(
         "these are {length} bytes of budgets, and {TEXT_BYTES_MAX} are the most: name fewer GPUs"
     )]

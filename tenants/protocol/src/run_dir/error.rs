@@ -16,7 +16,7 @@ pub(super) const INSPECTION: &str = "inspection";
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunDirError {
-    /// The directory is not a directory that only we can reach.
+    /// The directory is not one that this user alone can reach. The message has the command that repairs it.
     #[error(
         "{} {problem}; Sublet meets its processes only in a directory that is theirs alone: {next_step}, \
          or set {RUN_DIR_VARIABLE} to another",
@@ -36,7 +36,7 @@ pub enum RunDirError {
         path.display()
     )]
     TooManyMembers { path: PathBuf },
-    /// Somebody else is pausing or resuming the tenant.
+    /// Somebody else is pausing or resuming the tenant: a command, or a rank in `ncclPause`.
     #[error(
         "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
          end it",
@@ -53,7 +53,7 @@ pub enum RunDirError {
         "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
     )]
     LockGone { tenant: TenantName },
-    /// The same of the lock on turns.
+    /// The lock on turns was removed in the same way. A switch that had not begun is tried again.
     #[error(
         "the file of the lock on turns was removed, as cleaners of old files do; what has been is not written down"
     )]
@@ -84,7 +84,7 @@ pub enum RunDirError {
     /// The member's socket could not be opened for business.
     #[error("no socket for this process in the run directory")]
     Listen(#[source] TransportError),
-    /// The file system refused.
+    /// The file system refused. Check that the directory above exists and is yours.
     #[error("{operation} of {} failed{}", path.display(), next_step(operation, source))]
     Io {
         operation: &'static str,

@@ -48,7 +48,7 @@ pub enum SaveDirError {
         #[source]
         source: io::Error,
     },
-    /// Something is in it.
+    /// Something is in it: files of an earlier save, perhaps.
     #[error("{} is not empty: give an empty or a new directory", path.display())]
     NotEmpty { path: PathBuf },
     /// Others could read or replace what is written there.
@@ -58,7 +58,7 @@ pub enum SaveDirError {
         /// The problem, and what to do.
         problem: String,
     },
-    /// The path leads elsewhere here.
+    /// The path leads elsewhere here. Mount one directory into all containers under one path.
     #[error(
         "{} is another directory for this process than for the one that asks: they see different filesystems, as \
          in containers; name one that both see",

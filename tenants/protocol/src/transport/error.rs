@@ -27,7 +27,7 @@ pub enum TransportError {
         #[source]
         source: io::Error,
     },
-    /// No connection could be taken.
+    /// The process has reached its limit of open files. Close some, or raise it (`prlimit --pid PID --nofile=N`).
     #[error("no connection could be taken: {source}{}", room_for_files(source))]
     Accept {
         #[source]
@@ -44,10 +44,11 @@ pub enum TransportError {
          --pid=container:NAME)"
     )]
     OtherNamespace { peer: Peer },
-    /// The peer does not speak our language at all.
+    /// The peer does not speak our language at all: another program listens there.
     #[error("{peer} sent something that is no Sublet message")]
     NotSublet { peer: Peer },
-    /// The peer speaks another version of it.
+    /// The peer speaks another version of our language. The job has not changed: pause or resume it with the command in the
+    /// message.
     #[error(
         "{peer} speaks protocol version {peer_version} and process {own_pid} (this one) speaks {own_version}: \
          run all processes of a tenant with one Sublet version{}",
@@ -91,7 +92,8 @@ pub enum TransportError {
     /// The peer hung up inside a message.
     #[error("{peer} closed its connection in the middle of a message")]
     ClosedMidFrame { peer: Peer },
-    /// The peer did not send, or take, a message in time.
+    /// The peer did not send, or take, a message in time. It may be stopped, swapped out or busy: `--timeout` gives
+    /// more time.
     #[error("{peer} did not {} in time", waiting_to.verb())]
     Deadline { peer: Peer, waiting_to: Direction },
     /// The peer sent a reply that is no answer to what it was asked.

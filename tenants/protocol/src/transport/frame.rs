@@ -61,10 +61,10 @@ pub struct Header {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// They do not begin as our frames do.
+    /// The bytes do not begin as our frames do.
     #[error("no Sublet message")]
     NotSublet,
-    /// They are of another version of the protocol.
+    /// The bytes are of another version of the protocol.
     #[error("protocol version {found}, and {PROTOCOL_VERSION} is ours")]
     Version { found: u16 },
     /// The payload is longer than the receiver takes.

@@ -15,7 +15,8 @@ pub(super) const LIBRARY_NAME: &str = "libcuda.so.1";
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The library is not on this machine, or not where the loader looks.
+    /// The library is not on this machine, or not where the loader looks. Start a container with the GPUs (`--gpus
+    /// all`).
     #[error(
         "no NVIDIA driver here: {LIBRARY_NAME} could not be opened ({reason}); install the driver, or \
          set LD_LIBRARY_PATH to its folder"
@@ -30,7 +31,7 @@ pub enum LoadError {
         /// The call.
         symbol: &'static str,
     },
-    /// The driver did not start.
+    /// The driver did not start: no GPU is visible, or the modules of the driver are not loaded.
     #[error("the driver did not start: {0}; see `nvidia-smi`")]
     Init(#[source] DriverError),
 }

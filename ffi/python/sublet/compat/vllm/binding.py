@@ -100,7 +100,7 @@ def _refusal(module: ModuleType) -> Optional[str]:
     if reason is None:
         return None
     version = version_of(_PACKAGES) or "of an unknown version"
-    return f"vLLM {version} {reason}: its own sleep stays; docs/coming-from-vllm-sleep.md names what was read"
+    return f"vLLM {version} {reason}: its own sleep stays; coming-from-vllm-sleep.md in the folder of `sublet docs` names what was read"
 
 
 def _beyond_ours(module: ModuleType) -> Optional[str]:
