@@ -87,9 +87,7 @@ impl<D: Driver> Sharers<D> {
 
     /// Returns the longest time that `owner` may take to answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
-        match self.lender(owner) {
-            Some(_) => AGENT_TIMEOUT.min(self.presence.config().family_wait),
-            None => AGENT_TIMEOUT,
-        }
+        let family_wait = || self.presence.config().family_wait;
+        self.lender(owner).map_or(AGENT_TIMEOUT, |_| AGENT_TIMEOUT.min(family_wait()))
     }
 }
