@@ -63,13 +63,9 @@ impl<D: Driver> Sharers<D> {
 
     /// Returns the socket path where the agent of `owner` listens. The owner may be of another tenant.
     pub(super) fn place_of(&self, owner: MemberId) -> PathBuf {
-        match self.lender(owner) {
-            Some(tenant) => {
-                let dir = self.presence.run_dir().path().join(tenant.as_str());
-                dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
-            }
-            None => self.presence.socket_path_of(owner),
-        }
+        let Some(tenant) = self.lender(owner) else { return self.presence.socket_path_of(owner) };
+        let dir = self.presence.run_dir().path().join(tenant.as_str());
+        dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
     }
 
     /// Returns what this process says of itself to `owner`; none where the owner is of its own tenant.
