@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use sublet_turns::SwitchOptions;
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    self, Coordinator, Depth, DeviceShortage, Event, Interrupt, LostImports, Meanwhile,
-    MemberFailure, Options, Outcome, Swap, Trouble,
+    self, Coordinator, DeviceShortage, Event, Interrupt, LostImports, Meanwhile, MemberFailure,
+    Options, Outcome, Swap, Trouble,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -128,8 +128,8 @@ fn pause_one(
     let scope = args.tags.scope();
     let is_whole = scope == Scope::Whole;
     let meanwhile = if args.keep_running { Meanwhile::RunOn } else { Meanwhile::AsAgreed };
-    let depth = depth(args.deep);
-    let options = Options { scope, depth, meanwhile, ..options(args.timeout, interrupt) };
+    let is_deep = args.deep;
+    let options = Options { scope, is_deep, meanwhile, ..options(args.timeout, interrupt) };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     let mut progress = Progress::start(args.show, run_dir);
     let mut pause = || coordinator.pause(&mut |event| progress.note(&event));
@@ -311,13 +311,13 @@ pub(crate) fn swap(
         return Err(Failure::new(message, EXIT_USAGE));
     }
     let interrupt = signals::watch()?;
-    let coordinator = |tenant: &TenantName, scope: Scope, depth| {
+    let coordinator = |tenant: &TenantName, scope: Scope, is_deep| {
         let meanwhile = Meanwhile::AsAgreed;
-        let options = Options { scope, depth, meanwhile, ..options(args.timeout, &interrupt) };
+        let options = Options { scope, is_deep, meanwhile, ..options(args.timeout, &interrupt) };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
-    let mut from = coordinator(&args.from, args.tags.out_scope(), depth(args.deep));
-    let mut to = coordinator(&args.to, args.tags.in_scope(), Depth::Memory);
+    let mut from = coordinator(&args.from, args.tags.out_scope(), args.deep);
+    let mut to = coordinator(&args.to, args.tags.in_scope(), false);
     let wait = args.wait.at_most();
     let result = {
         let mut progress = Progress::start(args.show, run_dir);
@@ -404,10 +404,6 @@ fn show_swap(
     Ok(if is_partial { ExitCode::from(EXIT_PARTIAL) } else { code })
 }
 
-fn depth(is_deep: bool) -> Depth {
-    if is_deep { Depth::Contexts } else { Depth::Memory }
-}
-
 /// Returns the interface to the driver's calls about processes of a tenant. Nothing is loaded yet.
 pub(crate) fn checkpointer() -> Arc<dyn Checkpointer> {
     Arc::new(CudaCheckpoints::default())
@@ -417,7 +413,7 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
     Options {
         timeout,
         interrupt: Some(interrupt.clone()),
-        checkpointer: Some(checkpointer()),
+        contexts: Some(sublet_deep::contexts(checkpointer())),
         ..Options::default()
     }
 }

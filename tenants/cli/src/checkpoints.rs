@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use sublet_deep as by_command;
-use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState, unavailable};
+use tenants::checkpoints::{Call, CheckpointError, Checkpointer, ProcessState, unavailable};
 use vmm_pool::driver::DriverCode;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
@@ -73,10 +73,10 @@ impl Functions {
         let missing = |name: &str| {
             unavailable(format!("{LIBRARY} has no {name}: the driver must be 570 or newer"))
         };
-        let act = |name: &str| -> Result<Act, CheckpointError> {
+        let act = |call: Call| -> Result<Act, CheckpointError> {
             // SAFETY: the header declares it so; the arguments are a pointer to a structure, or null.
-            let found = unsafe { library.get::<Act>(name.as_bytes()) };
-            found.map(|found| *found).map_err(|_| missing(name))
+            let found = unsafe { library.get::<Act>(call.name().as_bytes()) };
+            found.map(|found| *found).map_err(|_| missing(call.name()))
         };
         // SAFETY: the header declares it so.
         let get_state = unsafe { library.get::<GetState>(STATE.as_bytes()) };
@@ -88,10 +88,10 @@ impl Functions {
         coded("cuInit", unsafe { init(0) })?;
         Ok(Self {
             get_state,
-            lock: act("cuCheckpointProcessLock")?,
-            checkpoint: act("cuCheckpointProcessCheckpoint")?,
-            restore: act("cuCheckpointProcessRestore")?,
-            unlock: act("cuCheckpointProcessUnlock")?,
+            lock: act(Call::Lock(Duration::ZERO))?,
+            checkpoint: act(Call::Checkpoint)?,
+            restore: act(Call::Restore)?,
+            unlock: act(Call::Unlock)?,
             _library: library,
         })
     }
@@ -100,17 +100,6 @@ impl Functions {
 impl CudaCheckpoints {
     fn functions(&self) -> Result<&Functions, CheckpointError> {
         self.0.get_or_init(Functions::load).as_ref().map_err(Clone::clone)
-    }
-
-    fn act(
-        &self,
-        call: &'static str,
-        pid: u32,
-        which: impl FnOnce(&Functions) -> Act,
-    ) -> Result<(), CheckpointError> {
-        let function = which(self.functions()?);
-        // SAFETY: these take null for their arguments, and any number for a process.
-        coded(call, unsafe { function(pid.cast_signed(), std::ptr::null()) })
     }
 }
 
@@ -123,29 +112,26 @@ impl Checkpointer for CudaCheckpoints {
         let mut state = 0;
         // SAFETY: it writes one number.
         let code = unsafe { get_state(pid.cast_signed(), &raw mut state) };
-        coded("cuCheckpointProcessGetState", code)?;
+        coded(STATE, code)?;
         Ok(ProcessState::of(state))
     }
 
-    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {
-        // 0 stands for no limit.
-        let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
-        let args = LockArgs { timeout_ms, reserved_word: 0, reserved: [0; 7] };
-        let lock = self.functions()?.lock;
-        // SAFETY: the structure is as the header has it, and read during the call.
-        let code = unsafe { lock(pid.cast_signed(), (&raw const args).cast()) };
-        coded("cuCheckpointProcessLock", code)
-    }
-
-    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.act("cuCheckpointProcessCheckpoint", pid, |functions| functions.checkpoint)
-    }
-
-    fn restore(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.act("cuCheckpointProcessRestore", pid, |functions| functions.restore)
-    }
-
-    fn unlock(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.act("cuCheckpointProcessUnlock", pid, |functions| functions.unlock)
+    fn make(&self, call: Call, pid: u32) -> Result<(), CheckpointError> {
+        let functions = self.functions()?;
+        let (function, lock) = match call {
+            Call::Lock(timeout) => {
+                // 0 stands for no limit.
+                let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
+                let args = LockArgs { timeout_ms, reserved_word: 0, reserved: [0; 7] };
+                (functions.lock, Some(args))
+            }
+            Call::Checkpoint => (functions.checkpoint, None),
+            Call::Restore => (functions.restore, None),
+            Call::Unlock => (functions.unlock, None),
+        };
+        let args = lock.as_ref().map_or(std::ptr::null(), |args| (&raw const *args).cast());
+        // SAFETY: the lock's structure is as the header has it, and read during the call. The others take null, and all take any number for a
+        // process.
+        coded(call.name(), unsafe { function(pid.cast_signed(), args) })
     }
 }

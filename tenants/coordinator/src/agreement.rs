@@ -18,7 +18,7 @@ use sublet_protocol::transport::is_stopped;
 use sublet_protocol::wire::{Drained, FailureKind, Phase};
 
 /// The decision that all processes of a pause go by, behind [`Phase::Drain`].
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Agreed {
     /// Shared memory that this pause leaves where it is.
     pub(super) stays: Vec<Stay>,

@@ -1,6 +1,7 @@
 //! The processes of one tenant while its lock is held, and one step of theirs: a question to all of them, and their answers.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use super::conversation::{Inquiry, Next};
@@ -17,16 +18,18 @@ use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Action, Hello, MemberState, Phase, PhaseReport, TakePhase};
 
 /// The processes of a tenant, the connections to them, and who is told how far they are.
-pub(super) struct Cast<'a> {
+pub struct Cast<'a> {
     dir: &'a TenantDir,
     progress: &'a mut dyn FnMut(Event<'_>),
-    pub(super) options: &'a Options,
-    pub(super) peers: Peers,
+    /// The time limits of its steps, among others.
+    pub options: &'a Options,
+    /// The processes.
+    pub peers: Peers,
 }
 
 /// Do the answers of the slow matter once somebody has failed?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OnFailure {
+pub enum OnFailure {
     /// No: go back immediately.
     Stop,
     /// Yes: there is no way back.
@@ -34,9 +37,12 @@ pub(super) enum OnFailure {
 }
 
 /// The answers to one step, and who gave none.
-pub(super) struct StepResult<T> {
-    pub(super) done: Vec<(usize, T)>,
-    pub(super) failures: Vec<(usize, MemberFailure)>,
+#[derive(Debug)]
+pub struct StepResult<T> {
+    /// By the indices of the members.
+    pub done: Vec<(usize, T)>,
+    /// The same.
+    pub failures: Vec<(usize, MemberFailure)>,
 }
 
 impl<T> StepResult<T> {
@@ -167,7 +173,7 @@ impl<'a> Cast<'a> {
     }
 
     /// Has `members` take the phase that `order` is for, in its time.
-    pub(super) fn take(
+    pub fn take(
         &mut self,
         order: &TakePhase,
         members: &[usize],
@@ -238,11 +244,11 @@ impl<'a> Cast<'a> {
     }
 
     /// The account of a phase that these members have taken.
-    pub(super) fn summary(
+    pub fn summary(
         &self,
         phase: Phase,
         wall: Duration,
-        done: Vec<(usize, PhaseReport)>,
+        done: impl IntoIterator<Item = (usize, PhaseReport)>,
     ) -> PhaseSummary {
         let mut members: Vec<_> = done
             .into_iter()
@@ -258,6 +264,12 @@ impl<'a> Cast<'a> {
         let known = self.peers.names();
         sockets.retain(|socket| !known.contains(&socket.id));
         sockets
+    }
+}
+
+impl fmt::Debug for Cast<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cast").field("peers", &self.peers).finish_non_exhaustive()
     }
 }
 

@@ -5,7 +5,7 @@
 //! | before anything moves | [`BEFORE`]: consent, lending, room on the devices |
 //! | behind shut gates | [`BEHIND_GATES`]: lending |
 //! | on a refusal | [`ON_REFUSAL`]: newcomers, spilling, names, lending |
-//! | around it | a deep pause refuses what would not come to its end, and takes the contexts at the end (`freezing.rs`) |
+//! | around it | the way to contexts, if there is one: see [`Contexts`](super::Contexts) |
 
 use std::time::Instant;
 

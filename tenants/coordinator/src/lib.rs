@@ -6,19 +6,18 @@
 //! [`Activate`](sublet_protocol::wire::Phase::Activate) of a resume) is undone in all of them; after it the members that are left are taken
 //! to the end, and those that were lost are reported.
 //!
-//! A step is sent to all members, then one poll waits for all answers. Threads are started for calls of the driver's about other processes
-//! alone (`freezing.rs`). Every call blocks, for a bounded time.
+//! A step is sent to all members, then one poll waits for all answers. No thread is started. Every call blocks, for a bounded time.
 
 #![forbid(unsafe_code)]
 
 mod agreement;
 mod budgets;
 mod cast;
+mod contexts;
 mod conversation;
 mod cutting;
 mod exchange;
 mod figures;
-mod freezing;
 mod guards;
 mod interrupt;
 mod lending;
@@ -41,6 +40,8 @@ mod trouble;
 use std::time::{Duration, Instant};
 
 pub use budgets::BudgetReport;
+pub use cast::{Cast, OnFailure, StepResult};
+pub use contexts::Contexts;
 pub use figures::{DeviceShortage, GpuBudget, Holder};
 pub use interrupt::Interrupt;
 pub use prepare::{PrepareReport, PreparedProcess};
@@ -51,15 +52,17 @@ pub use report::{
 
 pub use needs::{DeviceNeed, Holdings};
 use needs::{Gives, name_holders};
-pub use options::{Depth, LostImports, Meanwhile, Options, TakesPart};
+pub use options::{LostImports, Meanwhile, Options, TakesPart};
+pub use peers::Peers;
+pub use round::Round;
 pub use saving::{SaveReport, SaveState};
+pub use session::Session;
 pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
 
 use cast::Everybody;
 use conversation::Inquiry;
 use guards::{ON_REFUSAL, Refused, Tries};
-use session::Session;
 use spilling::Room;
 
 use sublet_protocol::identity::TenantName;

@@ -273,15 +273,11 @@ impl Holdings {
 impl Coordinator {
     /// Asks all that can answer.
     fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
-        match self.try_ask_stats(began) {
-            Ok((peers, stats, is_silent)) => {
-                (peers, Holdings { stats: Ok(stats), is_silent, is_overdue: false })
-            }
-            Err(error) => (
-                Peers::default(),
-                Holdings { stats: Err(error), is_silent: false, is_overdue: false },
-            ),
-        }
+        let (peers, stats, is_silent) = match self.try_ask_stats(began) {
+            Ok((peers, stats, is_silent)) => (peers, Ok(stats), is_silent),
+            Err(error) => (Peers::default(), Err(error), false),
+        };
+        (peers, Holdings { stats, is_silent, is_overdue: false })
     }
 
     fn try_ask_stats(&self, began: Instant) -> Result<(Peers, TenantStats, bool), Trouble> {

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::contexts::Contexts;
 use super::interrupt::Interrupt;
 use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::wire::Phase;
-use sublet_protocol::{checkpoints::Checkpointer, identity::MemberId, phase::Stage, scope::Scope};
+use sublet_protocol::{identity::MemberId, phase::Stage, scope::Scope};
 
 /// The options of a coordinator: how long it waits and for what, and how it acts.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a wish of its own")]
 pub struct Options {
     /// For each phase that prepares, and at least that for the greeting; none for their own defaults
     /// ([`Options::phase_timeout`]).
@@ -44,11 +46,10 @@ pub struct Options {
     /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
     /// tenants of many gigabytes.
     pub window_bytes: Option<u64>,
-    /// The things that a pause takes off the devices.
-    pub depth: Depth,
-    /// The interface to the driver's calls about other processes, for a pause that takes contexts and for the way back.
-    /// Without it both are refused.
-    pub checkpointer: Option<Arc<dyn Checkpointer>>,
+    /// Does a pause take the processes' contexts too, with all that the driver keeps of them on the devices?
+    pub is_deep: bool,
+    /// The way to the processes' contexts, for a pause that takes them and for the way back. Without it both are refused.
+    pub contexts: Option<Arc<dyn Contexts>>,
     /// The memory that the action is about.
     pub scope: Scope,
     /// The members that take part.
@@ -79,16 +80,6 @@ pub enum TakesPart {
     Alone(MemberId),
 }
 
-/// The depth of a pause: what it takes off the devices.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Depth {
-    /// The processes' memory.
-    #[default]
-    Memory,
-    /// And then their contexts, with all that the driver keeps of them there.
-    Contexts,
-}
-
 /// The fate of memory that was imported from a process that ended while its tenant was paused. Such memory cannot come
 /// back: its contents were that process's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -117,8 +108,8 @@ impl Default for Options {
             passes_by_memory_waits: false,
             releases_early: false,
             window_bytes: None,
-            depth: Depth::Memory,
-            checkpointer: None,
+            is_deep: false,
+            contexts: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
             meanwhile: Meanwhile::RunOn,

@@ -135,7 +135,7 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
 
 /// All members of one operation.
 #[derive(Debug, Default)]
-pub(super) struct Peers {
+pub struct Peers {
     list: Vec<Peer>,
     /// Processes that had ended, whose sockets were removed.
     dead: usize,
@@ -163,7 +163,7 @@ impl Peers {
     }
 
     /// The indexes of all members.
-    pub(super) fn all(&self) -> Vec<usize> {
+    pub fn all(&self) -> Vec<usize> {
         (0..self.list.len()).collect()
     }
 
@@ -172,7 +172,8 @@ impl Peers {
         self.dead
     }
 
-    pub(super) fn who(&self, index: usize) -> Who {
+    /// The process of a member, for people.
+    pub fn who(&self, index: usize) -> Who {
         self.list[index].who
     }
 
@@ -192,7 +193,7 @@ impl Peers {
     }
 
     /// The id of a member's process in the pid namespace of this process.
-    pub(super) fn pid_here(&self, index: usize) -> Option<u32> {
+    pub fn pid_here(&self, index: usize) -> Option<u32> {
         self.list[index].pid_here
     }
 
@@ -224,12 +225,13 @@ impl Peers {
         self.infos().find_map(|info| info.stands_without.clone())
     }
 
-    pub(super) fn state(&self, index: usize) -> Option<MemberState> {
+    /// The state of a member, if it has said who it is.
+    pub fn state(&self, index: usize) -> Option<MemberState> {
         self.info(index).map(|info| info.state)
     }
 
     /// A step has brought this member to `state`.
-    pub(super) fn set_state(&mut self, index: usize, state: MemberState) {
+    pub fn set_state(&mut self, index: usize, state: MemberState) {
         if let Some(info) = &mut self.list[index].info {
             info.state = state;
         }
@@ -418,7 +420,7 @@ impl Peers {
     }
 
     /// Is this member's connection up?
-    pub(super) fn is_up(&self, index: usize) -> bool {
+    pub fn is_up(&self, index: usize) -> bool {
         matches!(self.list[index].link, Link::Up { .. })
     }
 

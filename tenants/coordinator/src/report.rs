@@ -109,7 +109,8 @@ pub struct MemberFailure {
 }
 
 impl MemberFailure {
-    pub(super) fn new(who: Who, step: Step, kind: FailureKind, message: impl Into<String>) -> Self {
+    /// The failure of `who` in `step`.
+    pub fn new(who: Who, step: Step, kind: FailureKind, message: impl Into<String>) -> Self {
         Self { who, step, failure: Failure { kind, message: message.into() } }
     }
 }
@@ -207,6 +208,15 @@ impl Outcome {
             Self::Completed(report) => &report.stays,
             Self::AlreadyPaused { stays } => stays,
             Self::AlreadyActive => &[],
+        }
+    }
+
+    /// Returns why a deep pause was a plain one, if it was.
+    pub fn not_deep(&self) -> Option<String> {
+        if let Self::Completed(report) = self {
+            report.not_deep.first().map(ToString::to_string)
+        } else {
+            None
         }
     }
 
@@ -456,14 +466,14 @@ impl Report {
     }
 
     /// From now on, so much stays.
-    pub(super) fn set_stays(&mut self, stays: Vec<PinnedBytes>) {
+    pub fn set_stays(&mut self, stays: Vec<PinnedBytes>) {
         self.stayed_bytes = PinnedBytes::total_bytes(&stays);
         self.stays = stays;
     }
 
     /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
     /// is as the latest phase saw it.
-    pub(super) fn add(&mut self, summary: PhaseSummary) {
+    pub fn add(&mut self, summary: PhaseSummary) {
         let moves_memory = summary.phase.moves_memory();
         for MemberPhase { who, report } in &summary.members {
             PinnedBytes::merge(&mut self.stays, &report.stays);

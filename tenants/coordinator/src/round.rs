@@ -10,7 +10,7 @@ use vmm_pool::PinnedBytes;
 use super::agreement::{Agreed, refuse_missing};
 use super::cast::Cast;
 use super::lending::Loans;
-use super::options::{Depth, LostImports, Meanwhile, Options, TakesPart};
+use super::options::{LostImports, Meanwhile, Options, TakesPart};
 use super::peers::Peers;
 use super::trouble::Trouble;
 use sublet_protocol::phase::{Stage, Told};
@@ -19,7 +19,8 @@ use sublet_protocol::time::millis;
 use sublet_protocol::wire::{Action, MemberState, Order, Phase, TagBytes, TakePhase};
 
 /// One pause or resume, as its coordinator leads it.
-pub(super) struct Round<'a> {
+#[derive(Debug)]
+pub struct Round<'a> {
     options: &'a Options,
     action: Action,
     /// Tells it from others.
@@ -88,7 +89,7 @@ impl<'a> Round<'a> {
 
     /// Is this a pause that takes contexts too?
     pub(super) fn is_deep(&self) -> bool {
-        self.action == Action::Pause && self.options.depth == Depth::Contexts
+        self.action == Action::Pause && self.options.is_deep
     }
 
     /// The phases that can be undone. With both legs memory comes by windows, each created when there is room for it.
@@ -111,7 +112,7 @@ impl<'a> Round<'a> {
     }
 
     /// `phase` as part of this pause or resume.
-    pub(super) fn question(&self, phase: Phase) -> TakePhase {
+    pub fn question(&self, phase: Phase) -> TakePhase {
         self.order(phase.order(&self.told()), millis(self.options.phase_timeout(phase)))
     }
 

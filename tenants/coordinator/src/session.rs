@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use super::agreement::Agreed;
 use super::cast::{Cast, OnFailure};
+use super::contexts::Contexts;
 use super::conversation::Wait;
 use super::cutting::Ranks;
-use super::freezing::Freezer;
 use super::guards::{self, Tries};
 use super::lending::Loans;
 use super::needs::{needs, short_devices};
@@ -21,17 +21,23 @@ use super::trouble::{Stop, Trouble};
 use super::{Held, Options};
 use sublet_protocol::run_dir::{CoordinatorLock, RunDirError};
 use sublet_protocol::time::{micros, millis};
-use sublet_protocol::wire::{Action, AwaitConsent, Drain, FailureKind, GiveUp, Phase, PhaseReport};
+use sublet_protocol::wire::{
+    Action, AwaitConsent, Drain, FailureKind, GiveUp, MemberState, Phase, PhaseReport,
+};
 use sublet_protocol::{phase::Stage, scope::Scope};
 
 /// The time for a member to hear that its wait is in vain.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A tenant's pause or resume, while its lock is held.
-pub(super) struct Session<'a> {
-    pub(super) cast: Cast<'a>,
-    pub(super) round: Round<'a>,
-    pub(super) report: Report,
+#[derive(Debug)]
+pub struct Session<'a> {
+    /// The tenant's processes.
+    pub cast: Cast<'a>,
+    /// The words of its orders.
+    pub round: Round<'a>,
+    /// The account so far.
+    pub report: Report,
     /// Those that take part, by their indices; none if there is nothing to be done.
     pub(super) members: Vec<usize>,
     lock: &'a CoordinatorLock,
@@ -71,15 +77,11 @@ impl<'a> Session<'a> {
             return Outcome::AlreadyActive;
         }
         let stays = self.round.stays(&self.cast.peers);
-        let mut shallow = Vec::new();
-        if self.round.is_deep() {
-            shallow = Freezer::new(&mut self.cast, &self.round).not_frozen();
-        }
-        if shallow.is_empty() {
+        self.report.set_stays(stays.clone());
+        let contexts = self.contexts().ok().filter(|_| self.round.is_deep());
+        if !contexts.is_some_and(|contexts| contexts.take_rest(&mut self)) {
             return Outcome::AlreadyPaused { stays };
         }
-        self.report.set_stays(stays);
-        Freezer::new(&mut self.cast, &self.round).freeze(&shallow, &mut self.report);
         self.report.wall_us = micros(self.began.elapsed());
         self.into_outcome()
     }
@@ -230,25 +232,59 @@ impl<'a> Session<'a> {
         if !self.round.is_deep() {
             return Ok(());
         }
-        Freezer::new(&mut self.cast, &self.round).refuse_shallow()
+        let checked = if *self.round.scope() == Scope::Whole {
+            self.contexts().and_then(|contexts| contexts.check(self))
+        } else {
+            let why = "its processes run on without the memory of a tag, and need their contexts";
+            Err(why.to_owned())
+        };
+        checked.map_err(|why| Trouble::NotDeep { tenant: self.cast.tenant(), why })
+    }
+
+    /// The way to the contexts of its processes, or why there is none.
+    fn contexts(&self) -> Result<&'a dyn Contexts, String> {
+        self.cast.options.contexts.as_deref().ok_or_else(|| {
+            format!(
+                "a process of a job cannot have the driver freeze processes, nor thaw them: the command can (sublet pause {0} --deep, sublet \
+                 resume {0})",
+                self.cast.tenant()
+            )
+        })
     }
 
     /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
     pub(super) fn freeze(&mut self, began: Instant) {
-        if self.round.is_deep() {
-            Freezer::new(&mut self.cast, &self.round).freeze_all(&mut self.report);
+        if let Some(contexts) = self.contexts().ok().filter(|_| self.round.is_deep()) {
+            contexts.take(self);
             self.report.wall_us = micros(began.elapsed());
         }
     }
 
     /// Brings the contexts back that a resume needs.
     pub(super) fn thaw(&mut self) -> Result<(), Trouble> {
-        Freezer::new(&mut self.cast, &self.round).thaw(&self.members, &mut self.report)
+        let is_deep = |index: &usize| self.cast.peers.state(*index) == Some(MemberState::Deep);
+        let deep: Vec<usize> = self.members.iter().copied().filter(is_deep).collect();
+        if deep.is_empty() {
+            return Ok(());
+        }
+        let brought = match self.contexts() {
+            Ok(contexts) => contexts.bring_back(self, &deep),
+            Err(why) => {
+                let (step, kind) = (Step::Phase(Phase::Thaw), FailureKind::WrongState);
+                let who = deep.iter().map(|index| self.cast.peers.who(*index));
+                Err(who.map(|who| MemberFailure::new(who, step, kind, &*why)).collect())
+            }
+        };
+        brought.map_err(|failures| {
+            Trouble::refused(self.cast.tenant(), (Action::Resume, false), failures)
+        })
     }
 
     /// Nothing has come of a resume: contexts that were brought back for it leave again.
     pub(super) fn freeze_again(&mut self) {
-        Freezer::new(&mut self.cast, &self.round).freeze_again(&self.report);
+        if let Ok(contexts) = self.contexts() {
+            contexts.take_again(self);
+        }
     }
 
     /// Undoes all that was done in the members and makes the error of it. Applications that wait for it together go on with the same

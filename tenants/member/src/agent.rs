@@ -71,6 +71,9 @@ struct Agent<D: Driver> {
     writers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
+/// A feature that looks after something: its name, and what it does.
+type Aftercare<A> = (&'static str, fn(&mut A));
+
 /// Starts both threads.
 pub(super) fn spawn<D: Driver>(
     member: &Arc<Member<D>>,
@@ -147,6 +150,41 @@ impl<D: Driver> Agent<D> {
         std::thread::park_timeout(ACCEPT_BACK_OFF);
     }
 
+    /// Features that look after something now and then, in the order in which they do.
+    const LOOKS: [Aftercare<Self>; 6] = [
+        ("idleness", |agent| _ = agent.member.idle.look()),
+        ("closed tickets", |agent| {
+            if agent.jobs.is_empty() && agent.member.pool.holdings().has_watched_tickets() {
+                agent.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
+            }
+        }),
+        ("idle host memory", |agent| {
+            if agent.member.pool.host_memory().holds_idle_memory()
+                && agent.pressure.look(&(agent.member.config().host_figures)()).is_some()
+            {
+                agent.member.prefault.give_back();
+            }
+        }),
+        ("host memory ahead of a pause", |agent| {
+            if let Some(most_bytes) = agent.member.config().prepares_up_to {
+                agent.member.prefault.look(most_bytes);
+            }
+        }),
+        ("lenders beyond a budget", |agent| agent.member.pool.yield_to_budgets()),
+        // What this process holds is counted where the others of its tenant count.
+        ("share of the budgets", |agent| {
+            let may_count = agent.leading().is_none() && agent.is_named();
+            if may_count && agent.jobs.is_empty() && agent.member.counting.is_due() {
+                agent.submit(NOBODY, Work::Count, AGENT_TIMEOUT);
+            }
+        }),
+    ];
+
+    /// Is there nothing that lacks its name?
+    fn is_named(&self) -> bool {
+        self.listener.as_ref().is_none_or(Listener::is_named)
+    }
+
     /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
     fn keep_name(&mut self) {
         let now = Instant::now();
@@ -154,55 +192,28 @@ impl<D: Driver> Agent<D> {
             return;
         }
         self.look_at = now + NAME_LOOK_EVERY;
-        let _seen = self.member.idle.look();
-        if self.jobs.is_empty() && self.member.pool.holdings().has_watched_tickets() {
-            self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
+        for (_, look) in Self::LOOKS {
+            look(self);
         }
-        if self.member.pool.host_memory().holds_idle_memory()
-            && self.pressure.look(&(self.member.config().host_figures)()).is_some()
-        {
-            self.member.prefault.give_back();
-        }
-        if let Some(most_bytes) = self.member.config().prepares_up_to {
-            self.member.prefault.look(most_bytes);
-        }
-        self.member.pool.yield_to_budgets();
-        // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
-        if self.leading().is_some() {
-            return;
-        }
-        if self.listener.as_ref().is_none_or(Listener::is_named) {
-            self.keep_counting();
-            return;
-        }
-        // The name goes at the process's end, too.
-        if self.member.presence.has_left() {
+        // A coordinator holds a lock that went with the directory: another one must not find us meanwhile. The name goes at the process's
+        // end, too.
+        if self.leading().is_some() || self.is_named() || self.member.presence.has_left() {
             return;
         }
         let member = Arc::clone(&self.member);
         let path = member.presence.socket_path().display();
-        match member.presence.listen_again() {
+        let note = match member.presence.listen_again() {
             Ok(listener) => {
                 // A client that has connected already is served all the same.
                 self.accept();
                 self.listener = Some(listener);
-                member.notes.add(format!("{path} had been removed, and was made again"));
+                format!("{path} had been removed, and was made again")
             }
-            Err(error) => {
-                member
-                    .notes
-                    .add(format!("{path} was removed, and nobody can reach this process: {error}"));
-            }
-        }
+            Err(error) => format!("{path} was removed, and nobody can reach this process: {error}"),
+        };
+        member.notes.add(note);
         if member.presence.has_left() {
             member.leave();
-        }
-    }
-
-    /// Sees that what this process holds is counted where the others of its tenant count.
-    fn keep_counting(&self) {
-        if self.jobs.is_empty() && self.member.counting.is_due() {
-            self.submit(NOBODY, Work::Count, AGENT_TIMEOUT);
         }
     }
 
@@ -482,4 +493,26 @@ fn no_consent(action: Action) -> Failure {
             "process {PID} has not called {call} in time: every process of the tenant must call it, or one \
              of them sublet_pause_tenant for all"
         ))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::driver::sim::SimDriver;
+
+    use super::*;
+
+    #[test]
+    fn the_order_of_looks_is_behaviour() {
+        assert_eq!(
+            Agent::<SimDriver>::LOOKS.map(|(name, _)| name),
+            [
+                "idleness",
+                "closed tickets",
+                "idle host memory",
+                "host memory ahead of a pause",
+                "lenders beyond a budget",
+                "share of the budgets",
+            ]
+        );
+    }
 }

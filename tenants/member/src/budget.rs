@@ -150,6 +150,14 @@ impl Account for Share {
     }
 }
 
+/// The place of each of `gpus` in a file.
+fn places_in(file: &BudgetFile, gpus: &[Option<Gpu>]) -> Result<Vec<Option<usize>>, RunDirError> {
+    let known: Vec<Gpu> = gpus.iter().flatten().copied().collect();
+    let mut places = file.places(&known)?.into_iter();
+    let place = |gpu: &Option<Gpu>| gpu.as_ref().and_then(|_| places.next().flatten());
+    Ok(gpus.iter().map(place).collect())
+}
+
 /// This process's share of the tenant's budgets, if it counts. Its lock is held while it begins to count, which waits for
 /// other processes.
 #[derive(Debug)]
@@ -179,21 +187,25 @@ impl<D: Driver> Counting<D> {
     }
 
     /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
-    /// Asks the driver; waits for other processes for moments.
+    /// Asks the driver, with no lock held, where it has a place to take; waits for other processes for moments.
     fn count(&self) -> Result<bool, RunDirError> {
+        let budgets = self.presence.config().budgets.as_ref();
+        let has_place = lock(&self.share).as_ref().map(|share| share.is_named());
+        if has_place.unwrap_or_else(|| budgets.is_none() && !self.others_count()) {
+            return Ok(has_place.is_some());
+        }
+        let gpus = self.gpus();
         let mut present = lock(&self.share);
         if let Some(share) = &*present {
             if !share.is_named() {
-                self.count_again(share)?;
+                self.count_again(share, &gpus)?;
             }
             return Ok(true);
         }
-        let Some((file, slot)) =
-            BudgetFile::join(self.presence.dir(), self.presence.config().budgets.as_ref())?
-        else {
+        let Some((file, slot)) = BudgetFile::join(self.presence.dir(), budgets)? else {
             return Ok(false);
         };
-        let places = self.places_in(&file)?;
+        let places = places_in(&file, &gpus)?;
         let share = Arc::new(Share {
             tenant: self.presence.tenant().clone(),
             held: places.iter().map(|_| AtomicU64::new(0)).collect(),
@@ -209,7 +221,7 @@ impl<D: Driver> Counting<D> {
 
     /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
     /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
-    fn count_again(&self, share: &Share) -> Result<(), RunDirError> {
+    fn count_again(&self, share: &Share, gpus: &[Option<Gpu>]) -> Result<(), RunDirError> {
         let found = share.seat().file.budgets();
         let budgets = found.or_else(|error| self.presence.config().budgets.clone().ok_or(error))?;
         let Some((file, slot)) = BudgetFile::join(self.presence.dir(), Some(&budgets))? else {
@@ -219,7 +231,7 @@ impl<D: Driver> Counting<D> {
             // The process that made it knew of none.
             file.change(&budgets)?;
         }
-        let places = self.places_in(&file)?;
+        let places = places_in(&file, gpus)?;
         share.move_to(Seat { file, slot, places });
         self.notes.add(
             "the file of the tenant's budgets had been removed or made shorter, and was made again"
@@ -231,11 +243,12 @@ impl<D: Driver> Counting<D> {
     /// Is there a file of the tenant's budgets that this process is to count in, and does not; or none, and it does? Does not block.
     pub(super) fn is_due(&self) -> bool {
         self.share.try_lock().is_ok_and(|share| {
-            share.as_ref().map_or_else(
-                || run_dir::may_count(self.presence.run_dir().path(), self.presence.tenant()),
-                |share| !share.is_named(),
-            )
+            share.as_ref().map_or_else(|| self.others_count(), |share| !share.is_named())
         })
+    }
+
+    fn others_count(&self) -> bool {
+        run_dir::may_count(self.presence.run_dir().path(), self.presence.tenant())
     }
 
     /// Does this process count what it holds? Not while it begins to; does not block.
@@ -270,7 +283,8 @@ impl<D: Driver> Counting<D> {
         }
     }
 
-    fn places_in(&self, file: &BudgetFile) -> Result<Vec<Option<usize>>, RunDirError> {
+    /// The devices of this process, by their ordinals, as far as the driver says which they are.
+    fn gpus(&self) -> Vec<Option<Gpu>> {
         let driver = self.pool.driver();
         let count = driver.device_count().unwrap_or(0);
         let gpu = |ordinal: i32| {
@@ -282,20 +296,14 @@ impl<D: Driver> Counting<D> {
             let figure = Figure { budget_bytes: None, held_bytes: 0 };
             Some(Gpu { uuid, index, total_bytes, figure })
         };
-        let gpus: Vec<Option<Gpu>> = (0..count).map(gpu).collect();
-        let known: Vec<Gpu> = gpus.iter().flatten().copied().collect();
-        let mut places = file.places(&known)?.into_iter();
-        let place = |gpu: &Option<Gpu>| gpu.as_ref().and_then(|_| places.next().flatten());
-        Ok(gpus.iter().map(place).collect())
+        (0..count).map(gpu).collect()
     }
 
     /// The tenant's budgets are those of its first process, or what they were changed to since.
     fn note_other_budgets(&self) {
         let Some(wanted) = &self.presence.config().budgets else { return };
-        let found = BudgetFile::existing(self.presence.dir())
-            .ok()
-            .flatten()
-            .and_then(|file| file.budgets().ok());
+        let file = BudgetFile::existing(self.presence.dir()).ok().flatten();
+        let found = file.and_then(|file| file.budgets().ok());
         if let Some(found) = found.filter(|found| found != wanted) {
             let tenant = self.presence.tenant();
             tracing::info!(%tenant, %found, %wanted, "the tenant's budgets are others by now");

@@ -24,6 +24,7 @@ use vmm_pool::{Keeper, Pool, UninheritedFd};
 use super::failures::{failed_inside, frozen};
 use super::progress::Progress;
 use super::{Member, lifecycle::Lifecycle};
+use participants::end_closed_tickets;
 use saving::Saving;
 use sublet_protocol::phase::{Action, Stage};
 use sublet_protocol::scope::Scope;
@@ -195,7 +196,7 @@ impl<D: Driver> Executor<D> {
             Work::Say(reply) => reply,
             Work::Save(step) => self.run_save(connection, step),
             Work::EndTickets => {
-                self.end_closed_tickets();
+                end_closed_tickets(&self.member);
                 return None;
             }
             Work::EndSave(closed) => {

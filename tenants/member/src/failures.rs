@@ -109,16 +109,13 @@ pub(super) fn pool_failure(error: &PoolError) -> Failure {
     }
     let kind = match error {
         PoolError::OutOfDeviceMemory { needed_bytes, free_bytes, .. } => {
-            FailureKind::OutOfDeviceMemory {
-                missing_bytes: needed_bytes.saturating_sub(*free_bytes),
-            }
+            let missing_bytes = needed_bytes.saturating_sub(*free_bytes);
+            FailureKind::OutOfDeviceMemory { missing_bytes }
         }
         PoolError::OverBudget { asked_bytes, held_bytes, budget_bytes, .. } => {
-            FailureKind::OutOfDeviceMemory {
-                missing_bytes: held_bytes
-                    .saturating_add(*asked_bytes)
-                    .saturating_sub(*budget_bytes),
-            }
+            let wanted_bytes = held_bytes.saturating_add(*asked_bytes);
+            let missing_bytes = wanted_bytes.saturating_sub(*budget_bytes);
+            FailureKind::OutOfDeviceMemory { missing_bytes }
         }
         PoolError::OutOfHostMemory { .. }
         | PoolError::HostMemoryRefused { .. }

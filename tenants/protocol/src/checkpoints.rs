@@ -35,6 +35,31 @@ pub fn unavailable(reason: String) -> CheckpointError {
     CheckpointError::Unavailable { reason }
 }
 
+/// A call of the driver's that moves another process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// Has the process's driver calls wait from now on. Waits for those under way, for so long at most: then it fails, and the process runs on.
+    Lock(Duration),
+    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    Checkpoint,
+    /// Undoes that. Blocks as long as that takes; when it fails with `OUT_OF_MEMORY` it can be tried again.
+    Restore,
+    /// Lets the calls of a locked process go on.
+    Unlock,
+}
+
+impl Call {
+    /// The driver's name for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lock(_) => "cuCheckpointProcessLock",
+            Self::Checkpoint => "cuCheckpointProcessCheckpoint",
+            Self::Restore => "cuCheckpointProcessRestore",
+            Self::Unlock => "cuCheckpointProcessUnlock",
+        }
+    }
+}
+
 /// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
 pub trait Checkpointer: std::fmt::Debug + Send + Sync {
     /// Returns where a process stands, as the driver says. Does not wait for the process.
@@ -43,27 +68,9 @@ pub trait Checkpointer: std::fmt::Debug + Send + Sync {
     /// [`CheckpointError`].
     fn state(&self, pid: u32) -> Result<ProcessState, CheckpointError>;
 
-    /// Has the process's driver calls wait from now on. Waits for those under way, at most for `timeout`.
-    ///
-    /// # Errors
-    /// [`CheckpointError`]; it runs on.
-    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError>;
-
-    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    /// Makes `call` about a process.
     ///
     /// # Errors
     /// [`CheckpointError`].
-    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError>;
-
-    /// Undoes that. Blocks as long as that takes.
-    ///
-    /// # Errors
-    /// [`CheckpointError`]; with `OUT_OF_MEMORY` it can be tried again.
-    fn restore(&self, pid: u32) -> Result<(), CheckpointError>;
-
-    /// Lets the calls of a locked process go on.
-    ///
-    /// # Errors
-    /// [`CheckpointError`].
-    fn unlock(&self, pid: u32) -> Result<(), CheckpointError>;
+    fn make(&self, call: Call, pid: u32) -> Result<(), CheckpointError>;
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::decision::scene::Scene;
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    Coordinator, Depth, Event, Interrupt, LostImports, Options, Outcome, Trouble, swap,
+    Coordinator, Event, Interrupt, LostImports, Options, Outcome, Trouble, swap,
 };
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
@@ -24,7 +24,7 @@ pub struct SwitchOptions {
     pub asks: Option<fn() -> bool>,
     /// Does it come without memory that it had imported from processes that have ended since?
     pub lost_imports: LostImports,
-    /// See [`Options::checkpointer`].
+    /// The interface to the driver's calls about other processes, for pauses that take contexts and for the way back.
     pub checkpointer: Option<Arc<dyn Checkpointer>>,
     /// Say what would be done, and change nothing.
     pub is_dry: bool,
@@ -46,22 +46,22 @@ pub(super) fn coordinator(
     tenant: &TenantName,
     options: &SwitchOptions,
 ) -> Coordinator {
-    to_depth(run_dir, tenant, options, Depth::Memory)
+    to_depth(run_dir, tenant, options, false)
 }
 
-/// The same, which pauses to this depth.
+/// The same, which takes contexts too where it is deep.
 pub(super) fn to_depth(
     run_dir: &RunDir,
     tenant: &TenantName,
     options: &SwitchOptions,
-    depth: Depth,
+    is_deep: bool,
 ) -> Coordinator {
     let options = Options {
-        depth,
+        is_deep,
         timeout: options.timeout,
         interrupt: options.interrupt.clone(),
         lost_imports: options.lost_imports,
-        checkpointer: options.checkpointer.clone(),
+        contexts: options.checkpointer.clone().map(sublet_deep::contexts),
         passes_by_memory_waits: true,
         ..Options::default()
     };
@@ -92,8 +92,7 @@ impl Acting<'_> {
             options.lost_imports = LostImports::Refuse;
         }
         let is_deep = self.deep.contains(&tenant);
-        let depth = if is_deep { Depth::Contexts } else { Depth::Memory };
-        to_depth(self.run_dir, tenant, &options, depth)
+        to_depth(self.run_dir, tenant, &options, is_deep)
     }
 
     /// Has the contexts of one of [`Acting::deep`] leave, which is paused if it `runs`. One that has come back meanwhile is left alone. Why they
@@ -107,10 +106,7 @@ impl Acting<'_> {
         let mut coordinator = self.coordinator(one, self.options.interrupt.as_ref());
         let outcome =
             if runs { coordinator.pause(progress) } else { coordinator.deepen(progress) }?;
-        let why = match &outcome {
-            Outcome::Completed(report) => report.not_deep.first().map(ToString::to_string),
-            Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => None,
-        };
+        let why = outcome.not_deep();
         Ok((outcome, why))
     }
 

@@ -12,7 +12,6 @@ use super::queue::{CallsOff, Queue};
 use super::turn::{AFTER_FAILURE, AFTER_FAILURE_MAX, KEPT_EVERY};
 use crate::decision::is_due;
 use crate::decision::scene::Wish;
-use tenants::coordinator::{Depth, Outcome};
 use tenants::error_text::chain;
 use tenants::member::Member;
 use tenants::wire::MemberState;
@@ -137,13 +136,8 @@ fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
     let checkpointer = (member.config().checkpointer)();
     let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
     let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
-    let mut coordinator = to_depth(run_dir, tenant, &options, Depth::Contexts);
-    match coordinator.deepen(&mut |_| {}) {
-        Ok(Outcome::Completed(report)) => {
-            report.not_deep.first().map_or(Ok(()), |failure| Err(failure.to_string()))
-        }
-        // It has come back, or another was faster.
-        Ok(Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive) => Ok(()),
-        Err(error) => Err(chain(&error)),
-    }
+    let mut coordinator = to_depth(run_dir, tenant, &options, true);
+    // Fine where it has come back, or another was faster.
+    let outcome = coordinator.deepen(&mut |_| {}).map_err(|error| chain(&error))?;
+    outcome.not_deep().map_or(Ok(()), Err)
 }

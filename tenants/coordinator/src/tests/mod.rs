@@ -1,10 +1,10 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
+mod contexts;
 mod cuts;
 mod exchanges;
 mod fake;
 mod faults;
-mod freezing;
 mod gone;
 mod nameless;
 mod panics;

@@ -1,5 +1,5 @@
-//! Features that may keep the gate open, in the order in which a pause asks them. A feature that the pause does not use
-//! is not asked.
+//! Features that may keep the gate open, or have something to do before it shuts, in the order in which a pause asks them. A feature that the
+//! pause does not use is not asked.
 
 use vmm_pool::Unfreezable;
 use vmm_pool::driver::Driver;
@@ -7,10 +7,13 @@ use vmm_pool::driver::Driver;
 use crate::Member;
 use crate::failures::{PID, in_capture, wrong_state};
 use sublet_protocol::scope::Scope;
-use sublet_protocol::wire::Failure;
+use sublet_protocol::wire::{Failure, MemberState};
 
-/// The reason to refuse the pause.
+/// Returns the reason to refuse the pause, if there is one.
 type Veto<D> = fn(&Member<D>) -> Option<Failure>;
+
+/// Does the pause use it, its name, and what it says.
+type Participant<D> = (bool, &'static str, Veto<D>);
 
 /// Asks all that a pause of `scope` uses. The first refusal says the name of its participant. One whose process `stands`
 /// still afterwards may take NCCL's memory.
@@ -22,21 +25,27 @@ pub(super) fn may_close<D: Driver>(
     let bytes = member.pool.holdings().resident_bytes(&scope.paused(member.presence.id()));
     let takes_memory = bytes.values().any(|bytes| *bytes > 0);
     let names_nccl = matches!(scope, Scope::Tags { tags, .. } if tags.names_nccl().0);
-    // The look of `attach` comes before the pins: they need what it has found.
-    let participants: [(bool, &str, Veto<D>); 5] = [
-        (is_deep, "deep pause", unfreezable),
-        (true, "attach", ungated),
-        (takes_memory, "registrations", unseen_pins),
-        (names_nccl && !stands, "NCCL", unseen_nccl),
-        (true, "captures", captures),
-    ];
-    for (_, name, veto) in participants.into_iter().filter(|(is_used, ..)| *is_used) {
+    let all = participants(is_deep, takes_memory, names_nccl && !stands);
+    for (_, name, veto) in all.into_iter().filter(|(is_used, ..)| *is_used) {
         if let Some(failure) = veto(member) {
             // The feature that refuses is in the brackets.
             return Err(failure.kind.because(format!("{failure} (refused by: {name})")));
         }
     }
     Ok(())
+}
+
+/// All features, for a pause that takes contexts, memory, or NCCL's memory from a process that runs on.
+fn participants<D: Driver>(contexts: bool, memory: bool, nccl: bool) -> [Participant<D>; 6] {
+    // The look of `attach` comes before the pins: they need what it has found.
+    [
+        (contexts, "deep pause", unfreezable),
+        (true, "attach", ungated),
+        (memory, "registrations", unseen_pins),
+        (nccl, "NCCL", unseen_nccl),
+        (true, "captures", captures),
+        (true, "closed tickets", end_closed_tickets),
+    ]
 }
 
 /// Refuses a pause from outside where work can reach a device past the gate: only the process itself knows when it
@@ -70,6 +79,15 @@ pub(super) fn captures<D: Driver>(member: &Member<D>) -> Option<Failure> {
     (count > 0).then(|| in_capture(count))
 }
 
+/// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
+/// so that it is open here.
+pub(super) fn end_closed_tickets<D: Driver>(member: &Member<D>) -> Option<Failure> {
+    if member.lifecycle.state() == MemberState::Active {
+        member.pool.enter_giving_up().end_closed_tickets();
+    }
+    None
+}
+
 /// Refuses a deep pause where the driver could not bring the process's contexts back: that would cost the job.
 pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let Unfreezable { host_bytes, imported_bytes, registered_bytes } = member.pool.unfreezable();
@@ -93,4 +111,27 @@ pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
          frees its memory",
         why = why?
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_pool::driver::sim::SimDriver;
+
+    use super::*;
+
+    #[test]
+    fn the_order_of_features_is_behaviour() {
+        let names = |all: [Participant<SimDriver>; 6]| {
+            let used = all.into_iter().filter(|(is_used, ..)| *is_used);
+            used.map(|(_, name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            names(participants(true, true, true)),
+            ["deep pause", "attach", "registrations", "NCCL", "captures", "closed tickets"]
+        );
+        assert_eq!(
+            names(participants(false, false, false)),
+            ["attach", "captures", "closed tickets"]
+        );
+    }
 }

@@ -154,7 +154,6 @@ impl<D: Driver> Executor<D> {
         let stood = *scope == Scope::Whole && self.stood_without_tags();
         self.lifecycle.expect(if stood { MemberState::Paused } else { MemberState::Active })?;
         may_close(&self.member, scope, (is_deep, stands))?;
-        self.end_closed_tickets();
         let selection = self.leaving(scope, stands);
         let progress = if stood {
             let shut = self.shut::<FromOffloaded>(deadline)?;
@@ -204,14 +203,6 @@ impl<D: Driver> Executor<D> {
                 ))
             }
             NotShut::Elsewhere(_) => wrong_state(format!("process {PID}: {error}")),
-        }
-    }
-
-    /// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
-    /// so that it is open here.
-    pub(super) fn end_closed_tickets(&self) {
-        if self.lifecycle.state() == MemberState::Active {
-            self.pool.enter_giving_up().end_closed_tickets();
         }
     }
 

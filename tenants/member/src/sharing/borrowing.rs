@@ -63,13 +63,9 @@ impl<D: Driver> Sharers<D> {
 
     /// Returns the socket path where the agent of `owner` listens. The owner may be of another tenant.
     pub(super) fn place_of(&self, owner: MemberId) -> PathBuf {
-        match self.lender(owner) {
-            Some(tenant) => {
-                let dir = self.presence.run_dir().path().join(tenant.as_str());
-                dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
-            }
-            None => self.presence.socket_path_of(owner),
-        }
+        let Some(tenant) = self.lender(owner) else { return self.presence.socket_path_of(owner) };
+        let dir = self.presence.run_dir().path().join(tenant.as_str());
+        dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
     }
 
     /// Returns what this process says of itself to `owner`; none where the owner is of its own tenant.
@@ -87,9 +83,7 @@ impl<D: Driver> Sharers<D> {
 
     /// Returns the longest time that `owner` may take to answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
-        match self.lender(owner) {
-            Some(_) => AGENT_TIMEOUT.min(self.presence.config().family_wait),
-            None => AGENT_TIMEOUT,
-        }
+        let family_wait = || self.presence.config().family_wait;
+        self.lender(owner).map_or(AGENT_TIMEOUT, |_| AGENT_TIMEOUT.min(family_wait()))
     }
 }

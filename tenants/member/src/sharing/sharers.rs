@@ -45,10 +45,7 @@ impl fmt::Display for Sharer {
             Some(pid) => write!(f, "process {pid} ({})", self.command)?,
             None => f.write_str("a process of another pid namespace")?,
         }
-        match &self.tenant {
-            Some(tenant) => write!(f, " of tenant '{tenant}'"),
-            None => Ok(()),
-        }
+        self.tenant.as_ref().map_or(Ok(()), |tenant| write!(f, " of tenant '{tenant}'"))
     }
 }
 
@@ -169,33 +166,28 @@ impl<D: Driver> Sharers<D> {
 
     /// Gives up on what dead owners had; says so in the notes and in one sentence each.
     pub(crate) fn leave_lost_out(&self, notes: &Notes) -> Vec<String> {
-        let mut said = Vec::new();
-        for (owner, words) in self.dead_owners() {
-            let LostImports { count, bytes } = self.pool.holdings().give_up_imports(owner.into());
-            if count == 0 {
-                continue;
-            }
-            let note = format!(
-                "{bytes} bytes in {count} allocations that were imported from {words}, which has ended, are \
-                 lost: their addresses are unmapped, and work that touches them fails"
-            );
-            notes.add(note.clone());
-            said.push(note);
-        }
-        said
+        let each = self.dead_owners().into_iter().filter_map(|(owner, words)| {
+            let lost = self.pool.holdings().give_up_imports(owner.into());
+            (lost.count > 0).then(|| note_lost(lost, &format!("{words}, which has ended"), notes))
+        });
+        each.collect()
     }
 
     /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
     pub(crate) fn leave_missing_out(&self, missing: &Missing, notes: &Notes) -> String {
-        let LostImports { count, bytes } = self.pool.holdings().give_up_missing(&missing.ids);
-        let note = format!(
-            "{bytes} bytes in {count} allocations that were imported from {}, which does not have them any more, \
-             are lost: their addresses are unmapped, and work that touches them fails",
-            missing.owner
-        );
-        notes.add(note.clone());
-        note
+        let lost = self.pool.holdings().give_up_missing(&missing.ids);
+        let owner = format!("{}, which does not have them any more", missing.owner);
+        note_lost(lost, &owner, notes)
     }
+}
+
+fn note_lost(LostImports { count, bytes }: LostImports, owner: &str, notes: &Notes) -> String {
+    let note = format!(
+        "{bytes} bytes in {count} allocations that were imported from {owner}, are lost: their addresses are unmapped, and work that \
+         touches them fails"
+    );
+    notes.add(note.clone());
+    note
 }
 
 #[cfg(test)]

@@ -17,9 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{
-    Coordinator, Depth, Interrupt, LostImports, Options, Outcome as Done, swap,
-};
+use tenants::coordinator::{Coordinator, Interrupt, LostImports, Options, Outcome as Done, swap};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
@@ -289,13 +287,12 @@ fn act(
         releases_early: request.early_release,
         window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
-        checkpointer,
+        contexts: checkpointer.map(sublet_deep::contexts),
         ..Options::default()
     };
     let coordinator = |tenant: &TenantName, scope: &Scope| {
         let is_deep = request.is_deep && *tenant == request.tenant;
-        let depth = if is_deep { Depth::Contexts } else { Depth::Memory };
-        let options = Options { scope: scope.clone(), depth, ..options.clone() };
+        let options = Options { scope: scope.clone(), is_deep, ..options.clone() };
         Coordinator::new(run_dir.clone(), tenant.clone(), options)
     };
     let mut first = coordinator(&request.tenant, &request.scope);

@@ -3,10 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use sublet_tests::Outcome;
-use tenants::checkpoints::{CheckpointError, Checkpointer, ProcessState};
+use tenants::checkpoints::{Call, CheckpointError, Checkpointer, ProcessState};
 use vmm_pool::driver::DriverCode;
 use vmm_pool::driver::sim::SimNode;
 
@@ -56,16 +55,6 @@ impl NodeCheckpoints {
     pub(crate) fn open(node: &Path, fails: Option<Fails>) -> Outcome<Arc<dyn Checkpointer>> {
         Ok(Arc::new(Self { node: SimNode::open(node)?, fails }))
     }
-
-    fn call(
-        &self,
-        call: &'static str,
-        make: impl FnOnce(&SimNode) -> Result<(), DriverCode>,
-    ) -> Result<(), CheckpointError> {
-        let fails = self.fails.as_ref().is_some_and(|fails| fails.now(call));
-        let made = if fails { Err(DriverCode::UNKNOWN) } else { make(&self.node) };
-        made.map_err(|code| CheckpointError::Driver { call, code })
-    }
 }
 
 impl Checkpointer for NodeCheckpoints {
@@ -75,19 +64,17 @@ impl Checkpointer for NodeCheckpoints {
         state.map_err(|code| CheckpointError::Driver { call, code })
     }
 
-    fn lock(&self, pid: u32, timeout: Duration) -> Result<(), CheckpointError> {
-        self.call(CALLS[0], |node| node.lock_process(pid, Some(timeout)))
-    }
-
-    fn checkpoint(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.call(CALLS[1], |node| node.checkpoint_process(pid))
-    }
-
-    fn restore(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.call(CALLS[2], |node| node.restore_process(pid))
-    }
-
-    fn unlock(&self, pid: u32) -> Result<(), CheckpointError> {
-        self.call(CALLS[3], |node| node.unlock_process(pid))
+    fn make(&self, call: Call, pid: u32) -> Result<(), CheckpointError> {
+        let fails = self.fails.as_ref().is_some_and(|fails| fails.now(call.name()));
+        let made = match call {
+            Call::Lock(_) | Call::Checkpoint | Call::Restore | Call::Unlock if fails => {
+                Err(DriverCode::UNKNOWN)
+            }
+            Call::Lock(timeout) => self.node.lock_process(pid, Some(timeout)),
+            Call::Checkpoint => self.node.checkpoint_process(pid),
+            Call::Restore => self.node.restore_process(pid),
+            Call::Unlock => self.node.unlock_process(pid),
+        };
+        made.map_err(|code| CheckpointError::Driver { call: call.name(), code })
     }
 }

@@ -1,12 +1,36 @@
 //! Deep pauses, with a driver that fails in every call. All members of a world are in this process, so the driver knows one.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use vmm_pool::driver::DriverCode;
 
-use super::*;
-use sublet_protocol::checkpoints::{CheckpointError, Checkpointer, ProcessState};
+use super::fake::{World, options, quiet, tenant};
+use super::script::{Fault, Script};
+use sublet_coordinator::{Coordinator, Options, Outcome, Report, Trouble};
+use sublet_protocol::checkpoints::{Call, CheckpointError, Checkpointer, ProcessState};
+use sublet_protocol::scope::Scope;
 use sublet_protocol::transport::poll_until;
+use sublet_protocol::wire::{FailureKind, MemberState, Phase};
+
+const PAUSE: [Phase; 5] =
+    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
+const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
+
+fn active() -> Script {
+    Script::new(MemberState::Active)
+}
+
+fn paused() -> Script {
+    Script::new(MemberState::Paused)
+}
+
+fn report(outcome: Outcome) -> Report {
+    match outcome {
+        Outcome::Completed(report) => *report,
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
+    }
+}
 
 /// The driver's part, of one process.
 #[derive(Debug)]
@@ -89,24 +113,21 @@ impl Checkpointer for Driver {
         standing.fails("state").map_or(Ok(standing.state), Err)
     }
 
-    fn lock(&self, _: u32, _: Duration) -> Result<(), CheckpointError> {
-        let silence = self.0.lock().unwrap().silence.clone();
-        if let Some(silence) = silence {
-            silence.recv().unwrap_err();
+    fn make(&self, call: Call, _: u32) -> Result<(), CheckpointError> {
+        match call {
+            Call::Lock(_) => {
+                let silence = self.0.lock().unwrap().silence.clone();
+                if let Some(silence) = silence {
+                    silence.recv().unwrap_err();
+                }
+                self.step("lock", ProcessState::Running, ProcessState::Locked)
+            }
+            Call::Checkpoint => {
+                self.step("checkpoint", ProcessState::Locked, ProcessState::Checkpointed)
+            }
+            Call::Restore => self.step("restore", ProcessState::Checkpointed, ProcessState::Locked),
+            Call::Unlock => self.step("unlock", ProcessState::Locked, ProcessState::Running),
         }
-        self.step("lock", ProcessState::Running, ProcessState::Locked)
-    }
-
-    fn checkpoint(&self, _: u32) -> Result<(), CheckpointError> {
-        self.step("checkpoint", ProcessState::Locked, ProcessState::Checkpointed)
-    }
-
-    fn restore(&self, _: u32) -> Result<(), CheckpointError> {
-        self.step("restore", ProcessState::Checkpointed, ProcessState::Locked)
-    }
-
-    fn unlock(&self, _: u32) -> Result<(), CheckpointError> {
-        self.step("unlock", ProcessState::Locked, ProcessState::Running)
     }
 }
 
@@ -114,8 +135,13 @@ const RUNNING: ProcessState = ProcessState::Running;
 const CHECKPOINTED: ProcessState = ProcessState::Checkpointed;
 
 fn coordinator(world: &World, driver: &Arc<Driver>) -> Coordinator {
-    let checkpointer = Some(Arc::clone(driver) as Arc<dyn Checkpointer>);
-    let options = Options { depth: Depth::Contexts, checkpointer, ..options() };
+    within(world, driver, options())
+}
+
+/// One that pauses deep, with the other options of these.
+fn within(world: &World, driver: &Arc<Driver>, options: Options) -> Coordinator {
+    let contexts = Some(sublet_deep::contexts(Arc::clone(driver) as Arc<dyn Checkpointer>));
+    let options = Options { is_deep: true, contexts, ..options };
     Coordinator::new(world.run_dir.clone(), tenant("train"), options)
 }
 
@@ -253,11 +279,10 @@ fn a_driver_that_does_not_answer_is_why_the_tenant_is_not_deep() {
     let (world, driver) = (World::of(&[paused()]), Driver::at(RUNNING));
     let (over, silence) = crossbeam_channel::bounded(0);
     driver.0.lock().unwrap().silence = Some(silence);
-    let mut coordinator = coordinator(&world, &driver);
     // Time for the other steps, also on a busy machine.
     let ample = Duration::from_secs(10);
-    coordinator.options.timeout = Some(ample);
-    coordinator.options.finish_timeout = ample;
+    let options = Options { timeout: Some(ample), finish_timeout: ample, ..options() };
+    let mut coordinator = within(&world, &driver, options);
     let done = report(coordinator.pause(&mut quiet).unwrap());
     let why = done.not_deep[0].to_string();
     assert!(why.contains("cuCheckpointProcessLock did not return within 15 s"), "{why}");
@@ -298,10 +323,11 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
         error.to_string()
     };
     let world = World::of(&[active()]);
-    let deep = || Options { depth: Depth::Contexts, ..options() };
+    let deep = || Options { is_deep: true, ..options() };
     let why = refused(&world, deep());
     assert!(why.contains("sublet pause train --deep"), "{why}");
-    let with = |driver: Arc<Driver>| Options { checkpointer: Some(driver), ..deep() };
+    let with =
+        |driver: Arc<Driver>| Options { contexts: Some(sublet_deep::contexts(driver)), ..deep() };
     let why = refused(&world, Options { scope, ..with(Driver::at(RUNNING)) });
     assert!(why.contains("memory of a tag"), "{why}");
     let why = refused(&world, with(Driver::at(ProcessState::Failed)));
@@ -311,20 +337,4 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
     let error = world.coordinator().resume(&mut quiet).unwrap_err();
     assert!(error.to_string().contains("sublet resume train"), "{error}");
     assert_eq!(world.states(), [MemberState::Deep]);
-}
-
-#[test]
-fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has() {
-    let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
-    let coordinator = coordinator(&world, &driver);
-    let held = coordinator.hold(Action::Pause).unwrap();
-    let mut progress = quiet;
-    let mut session =
-        Session::open(&held, &coordinator.options, Action::Pause, &mut progress).unwrap();
-    assert!(session.refuse_shallow().is_ok());
-    assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
-    session.cast.peers.move_out_of_sight(0);
-    let error = session.refuse_shallow().unwrap_err();
-    assert!(error.to_string().contains("no id in this pid namespace"), "{error}");
-    assert!(driver.take_made().is_empty());
 }
