@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::driver::DeviceOrdinal;
 
@@ -99,7 +99,7 @@ pub struct ClassBytes {
     /// The library that asked, such as `nccl` or `torch`.
     pub library: String,
     /// The region's tag; empty outside any region, which people's programs read as none.
-    #[serde(serialize_with = "none_if_empty")]
+    #[serde(serialize_with = "none_if_empty", deserialize_with = "empty_if_none")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
     pub tag: String,
     /// The treatment of the contents in a pause.
@@ -123,6 +123,13 @@ fn none_if_empty<S: Serializer>(text: &str, serializer: S) -> Result<S::Ok, S::E
         return serializer.serialize_none();
     }
     serializer.serialize_str(text)
+}
+
+fn empty_if_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    if deserializer.is_human_readable() {
+        return Ok(Option::deserialize(deserializer)?.unwrap_or_default());
+    }
+    String::deserialize(deserializer)
 }
 
 /// Least memory left to the driver on a device that counts, in bytes. Less makes no room for anybody: a context takes more.

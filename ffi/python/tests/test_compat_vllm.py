@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -239,6 +240,63 @@ def test_what_graphs_are_captured_into_sleeps_with_its_contents() -> None:
     # As a worker does when it ends, and more than once.
     for _ in range(2):
         allocator.release_pools()
+
+
+class Engine:
+    """A worker of vLLM, as far as its memory goes."""
+
+    def load(self, torch: PooledTorch, fill: int) -> None:
+        assert compat.CuMemAllocator.get_instance().get_current_usage() == 0
+        with compat.CuMemAllocator.get_instance().use_memory_pool(tag="weights"):
+            self.weights = torch.tensor(fill)
+
+    def sleep(self) -> None:
+        backend(lambda allocator: allocator.sleep(("weights",)))
+
+    def wake_up(self) -> None:
+        backend(lambda allocator: allocator.wake_up())
+
+
+def backend(act: Callable[[Any], None]) -> None:
+    """Code that a worker calls, and that knows no worker."""
+    act(compat.CuMemAllocator.get_instance())
+
+
+@pytest.mark.tenant("vllm")
+def test_two_engines_in_one_process_sleep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("vllm.v1.worker.gpu_worker")
+    setattr(module, "Worker", Engine)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch = PooledTorch()
+    engines = [Engine() for _ in range(2)]
+    for fill, engine in enumerate(engines, 1):
+        engine.load(torch, fill)
+    # Code outside of workers has what it had with one engine.
+    assert [*compat.CuMemAllocator.get_instance().pointer_to_data] == [engines[0].weights.address]
+    before = free_bytes()
+    for asleep, awake in (engines, engines[::-1]):
+        asleep.sleep()
+        assert free_bytes() == before + BYTES
+        # What is awake is at work meanwhile.
+        awake.weights.write(b"work")
+        awake.sleep()
+        assert free_bytes() == before + 2 * BYTES
+        awake.wake_up()
+        assert awake.weights.read()[:4] == b"work"
+        assert free_bytes() == before + BYTES
+        asleep.wake_up()
+    # A third takes the place of one that has ended.
+    torch.release(engines[1].weights)
+    torch.segments = [kept for kept in torch.segments if kept["address"] != engines[1].weights.address]
+    torch.memory.pop(engines[1].weights.address).free()
+    del asleep, awake, engine, engines[1]
+    gc.collect()
+    third = Engine()
+    third.load(torch, 3)
+    third.sleep()
+    assert engines[0].weights.read()[:4] == b"work"
+    third.wake_up()
+    assert third.weights.read()[:1] == b"\3"
 
 
 def test_process_without_sublet_is_told_so() -> None:

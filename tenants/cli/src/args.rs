@@ -47,7 +47,7 @@ pub(crate) enum Command {
     /// Show tenants and what they hold on GPUs; with -v each process, by library and tag
     #[command(visible_alias = "status", aliases = ["list", "ls"])]
     #[command(after_help = "Example: sublet ps train -v")]
-    Ps(StatsArgs),
+    Ps(PsArgs),
     /// Pause a tenant: its GPU memory goes to the host and is free for others
     #[command(after_help = "Example: sublet pause train")]
     Pause(PauseArgs),
@@ -404,7 +404,19 @@ pub(crate) struct StatsArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct PsArgs {
+    #[command(flatten)]
+    pub(crate) of: StatsArgs,
+    /// Those of every user of this machine; for root
+    #[arg(long, conflicts_with = "tenant")]
+    pub(crate) all_users: bool,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct MetricsArgs {
+    /// Tenants of every user of this machine, with a label `user`; for root
+    #[arg(long)]
+    pub(crate) all_users: bool,
     /// Write to this file atomically, instead of standard output: a `*.prom` for `node_exporter`'s textfile collector
     #[arg(long, value_name = "PATH")]
     pub(crate) textfile: Option<PathBuf>,

@@ -38,7 +38,7 @@ pub(crate) fn bug_report(
     part(output, "sublet doctor --json", |output| doctor::doctor(show, environment, output));
     match run_dir {
         Ok(dir) => {
-            part(output, "sublet ps --json", |output| ps::ps(&all, &dir, output));
+            part(output, "sublet ps --json", |output| ps::ps(&all, false, &dir, output));
             part(output, "sublet turns --json", |output| switch::turns(show, &dir, output));
         }
         Err(failure) => part(output, "run directory", |_| Err(failure)),

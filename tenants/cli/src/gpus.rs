@@ -13,7 +13,7 @@ use std::time::Duration;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tenants::budget::gpus;
 
 /// A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
@@ -55,7 +55,7 @@ pub(crate) fn labels<'a>(gpus: impl IntoIterator<Item = &'a Gpu>) -> String {
 }
 
 /// One GPU.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Gpu {
     /// As `nvidia-smi` numbers them; an application's own ordinals may differ.
@@ -91,7 +91,7 @@ impl Gpu {
 }
 
 /// The memory that a process has on one GPU.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "HeldOnGpu"))]
 pub(crate) struct GpuBytes {
     /// The GPU, by its machine-wide name.

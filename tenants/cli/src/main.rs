@@ -6,6 +6,7 @@
 //! `sublet simulate` exit as the command that they run.
 
 mod advice;
+mod all_users;
 mod args;
 mod budget;
 mod bug_report;
@@ -115,7 +116,7 @@ fn dispatch(
         Command::Run(args) => run::run(&args, environment, &open_run_dir()?),
         Command::Simulate(args) => simulate::simulate(&args, environment),
         Command::Budget(args) => budget::budget(&args, open_run_dir()?, output),
-        Command::Ps(args) => ps::ps(&args, &open_run_dir()?, output),
+        Command::Ps(args) => ps::ps(&args.of, args.all_users, &open_run_dir()?, output),
         Command::Pause(args) => change::pause(&args, &open_run_dir()?, output),
         Command::Resume(args) => change::resume(args, &open_run_dir()?, output),
         Command::Swap(args) => change::swap(&args, &open_run_dir()?, output),

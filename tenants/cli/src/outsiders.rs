@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::transport;
@@ -46,7 +46,7 @@ pub(crate) fn in_words<'a>(uuids: impl Iterator<Item = &'a str>) -> impl Iterato
 }
 
 /// A process with GPU memory that is of no tenant.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Outside {
     pub(crate) pid: u32,

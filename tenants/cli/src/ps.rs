@@ -19,7 +19,7 @@ use crate::gpus::{self, Gpu};
 use crate::output::{self, Output};
 use crate::outsiders::Outside;
 use crate::view::{TenantView, View};
-use crate::{early, outsiders, units};
+use crate::{all_users, early, outsiders, units};
 use details::render;
 use remarks::{remarks_of_members, tenant_remarks};
 
@@ -34,15 +34,19 @@ const GPUS_APART_MAX: usize = 4;
 
 pub(crate) fn ps(
     args: &StatsArgs,
+    all_users: bool,
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    let view = View::gather(run_dir, args.tenant.as_ref())?;
+    let mut view = View::gather(run_dir, args.tenant.as_ref())?;
+    if all_users {
+        all_users::add(&mut view, run_dir)?;
+    }
     if args.show.json {
         output.json(&view)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut early = early::find(run_dir);
+    let mut early = if all_users { BTreeMap::new() } else { early::find(run_dir) };
     early.retain(|name, _| {
         args.tenant.as_ref().is_none_or(|wanted| wanted == name)
             && view.tenants.iter().all(|tenant| tenant.stats.tenant != name.as_str())
@@ -168,6 +172,7 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
             row.remove(1);
         }
     }
+    user_column(&mut header, &mut numbers, &mut rows);
     if !rows.is_empty() {
         let mut table = output::table(&header, &numbers);
         table.add_rows(rows);
@@ -183,6 +188,23 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
         remarks.extend(folded.into_iter().map(|(who, text)| format!("{name} {who}: {text}")));
         remarks
     }));
+}
+
+/// Puts the users of [`all_users`] into a first column of their own.
+fn user_column(header: &mut Vec<&str>, numbers: &mut [usize], rows: &mut [Vec<String>]) {
+    if rows.iter().all(|row| !row[0].contains('/')) {
+        return;
+    }
+    header.insert(0, "USER");
+    for column in numbers {
+        *column += 1;
+    }
+    for row in rows {
+        let (user, tenant) = row[0].split_once('/').unwrap_or(("-", &row[0]));
+        let (user, tenant) = (user.to_owned(), tenant.to_owned());
+        row[0] = tenant;
+        row.insert(0, user);
+    }
 }
 
 /// Says who changes the tenant, and who is waited for.
@@ -356,6 +378,21 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn users_have_a_column_where_tenants_are_named_by_them() {
+        let rows = |names: &[&str]| -> Vec<_> {
+            names.iter().map(|name| vec![(*name).to_owned(), "7".to_owned()]).collect()
+        };
+        let (mut header, mut numbers) = (vec!["TENANT", "PID"], [1]);
+        let mut plain = rows(&["train", OUTSIDE]);
+        user_column(&mut header, &mut numbers, &mut plain);
+        assert_eq!((header.len(), numbers, plain), (2, [1], rows(&["train", OUTSIDE])));
+        let mut named = rows(&["alice/train", OUTSIDE]);
+        user_column(&mut header, &mut numbers, &mut named);
+        assert_eq!((header, numbers), (vec!["USER", "TENANT", "PID"], [2]));
+        assert_eq!(named, [["alice", "train", "7"], ["-", OUTSIDE, "7"]]);
+    }
+
+    #[test]
     fn nothing_running_is_said_kindly() {
         let base = tempfile::tempdir().unwrap();
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
@@ -363,12 +400,12 @@ pub(crate) mod tests {
         let show = |json| crate::args::ShowArgs { json, verbose: false };
         let args = |json| StatsArgs { tenant: None, show: show(json) };
         let mut output = Output::default();
-        assert_eq!(ps(&args(false), &run_dir, &mut output).unwrap(), ExitCode::SUCCESS);
+        assert_eq!(ps(&args(false), false, &run_dir, &mut output).unwrap(), ExitCode::SUCCESS);
         assert!(output.text().starts_with("no tenant is running; start one with"));
         assert_eq!(output.text().lines().count(), 1);
         assert!(run_dir.tenants().unwrap().is_empty(), "leftovers stayed");
         let mut output = Output::default();
-        ps(&args(true), &run_dir, &mut output).unwrap();
+        ps(&args(true), false, &run_dir, &mut output).unwrap();
         let document: serde_json::Value = serde_json::from_str(output.text()).unwrap();
         assert_eq!(document["version"], 1);
         assert_eq!(document["tenants"], serde_json::json!([]));

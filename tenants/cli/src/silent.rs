@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use procfs::process::Process;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tenants::coordinator::{MemberFailure, TenantStats};
 
 use crate::gpus::GpuBytes;
@@ -14,7 +14,7 @@ use crate::outsiders;
 const CONTROL_GROUPS: &str = "/sys/fs/cgroup";
 
 /// One process.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct Silent {
     pub(crate) pid: u32,
@@ -25,7 +25,7 @@ pub(crate) struct Silent {
 }
 
 /// The state that keeps a process from answering, as far as the kernel tells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) enum Standing {

@@ -1,7 +1,7 @@
 //! All that there is to be seen: tenants with their processes and bytes, who changes them, and the GPUs. Every command
 //! that shows something draws from here.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tenants::code::Code;
 use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
@@ -15,7 +15,7 @@ use crate::outsiders::{self, Outside};
 use crate::silent::Silent;
 
 /// All that is shown, as it was at one moment.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct View {
     /// Of the machine, and those that tenants name besides.
@@ -29,7 +29,7 @@ pub(crate) struct View {
 }
 
 /// A tenant that cannot be looked at, and why.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "RefusedTenant"))]
 pub(crate) struct Refused {
     pub(crate) tenant: String,
@@ -40,7 +40,7 @@ pub(crate) struct Refused {
 }
 
 /// One tenant.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(crate) struct TenantView {
     #[serde(flatten)]
@@ -55,7 +55,7 @@ pub(crate) struct TenantView {
 
 /// The memory of a paused process on GPUs: its contexts, and what a pause leaves in place, as NVIDIA's management
 /// library tells.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(rename = "LeftOnGpus"))]
 pub(crate) struct Left {
     pub(crate) pid: u32,

@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use sublet_protocol::size::Size;
 use vmm_pool::driver::DeviceUuid;
 
 /// One GPU of a tenant whose memory is counted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GpuBudget {
     /// Its identity, as `nvidia-smi -L` prints it.
@@ -41,6 +41,26 @@ pub struct DeviceShortage {
     pub holders: Vec<Holder>,
     /// The bytes that are neither free nor any tenant's: contexts, and processes that do not run under Sublet.
     pub outside_bytes: u64,
+    /// Processes of this tenant with memory of the device, by their ids.
+    pub processes: Vec<ProcessBytes>,
+}
+
+/// The memory of one process on a device, on it or off it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct ProcessBytes {
+    /// Its id.
+    pub pid: u32,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+/// Returns the way out for a tenant that is larger than a GPU: its processes, of which some must end.
+pub fn end_some(processes: &[ProcessBytes]) -> String {
+    let each = processes.iter().map(|one| format!("process {} has {}", one.pid, Size(one.bytes)));
+    let each = each.collect::<Vec<_>>().join(", ");
+    let colon = if each.is_empty() { "" } else { ": " };
+    format!("end some of its processes (`sublet ps -v`){colon}{each}")
 }
 
 /// A tenant that has memory on a device.
@@ -79,7 +99,8 @@ impl fmt::Display for DeviceShortage {
             let total = Size(*total_bytes);
             return write!(
                 f,
-                "{uuid} has {total} in all and {needed} are needed: end some of the tenant's processes (`sublet ps -v` lists them)"
+                "{uuid} has {total} in all and the tenant needs {needed}: {}",
+                end_some(&self.processes)
             );
         }
         write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
@@ -92,5 +113,29 @@ impl fmt::Display for DeviceShortage {
             holders.push(format!("{outside} are outside Sublet"));
         }
         f.write_str(&holders.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_process_of_a_tenant_that_is_larger_than_a_gpu_is_named_with_its_bytes() {
+        let processes = [(7, 2_u64 << 30), (8, 4 << 30)];
+        let short = DeviceShortage {
+            uuid: "GPU-0".to_owned(),
+            needed_bytes: 6 << 30,
+            free_bytes: 4 << 30,
+            total_bytes: 5 << 30,
+            holders: Vec::new(),
+            outside_bytes: 0,
+            processes: processes.map(|(pid, bytes)| ProcessBytes { pid, bytes }).into(),
+        };
+        assert_eq!(
+            short.to_string(),
+            "GPU-0 has 5 GiB in all and the tenant needs 6 GiB: end some of its processes (`sublet ps -v`): process 7 has \
+             2 GiB, process 8 has 4 GiB"
+        );
     }
 }

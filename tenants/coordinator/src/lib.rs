@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 pub use budgets::BudgetReport;
 pub use cast::{Cast, OnFailure, StepResult};
 pub use contexts::Contexts;
-pub use figures::{DeviceShortage, GpuBudget, Holder};
+pub use figures::{DeviceShortage, GpuBudget, Holder, ProcessBytes, end_some};
 pub use interrupt::Interrupt;
 pub use prepare::{PrepareReport, PreparedProcess};
 pub use report::{
@@ -50,7 +50,7 @@ pub use report::{
     PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who, staying,
 };
 
-pub use needs::{DeviceNeed, Holdings};
+pub use needs::{DeviceNeed, Holdings, by_process};
 use needs::{Gives, name_holders};
 pub use options::{LostImports, Meanwhile, Options, TakesPart};
 pub use peers::Peers;
@@ -170,7 +170,7 @@ impl Coordinator {
     /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
     fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
         if let Trouble::Refused { shortages, .. } = &mut error {
-            name_holders(shortages, &self.run_dir, gives);
+            name_holders(shortages, &self.tenant, &self.run_dir, gives);
         }
         error
     }

@@ -5,11 +5,11 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::ClassBytes;
+use vmm_pool::{ClassBytes, DeviceReport};
 
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
-use super::figures::{DeviceShortage, Holder};
+use super::figures::{DeviceShortage, Holder, ProcessBytes};
 use super::peers::{Peers, gone};
 use super::report::{MemberFailure, Step, TenantStats};
 use super::{Coordinator, Options, Trouble, budgets};
@@ -158,6 +158,7 @@ pub(super) fn short_devices<'a>(
             total_bytes: need.total_bytes,
             holders: Vec::new(),
             outside_bytes: 0,
+            processes: Vec::new(),
         });
         device.needed_bytes = device.needed_bytes.saturating_add(need.bytes);
         device.free_bytes = device.free_bytes.max(need.free_bytes);
@@ -168,10 +169,11 @@ pub(super) fn short_devices<'a>(
 /// A tenant whose memory on each device, up to so much, counts as free already.
 pub(super) type Gives<'a> = (&'a TenantName, &'a BTreeMap<String, u64>);
 
-/// Finds out who holds `shortages`, the tenant itself too, which may have what a pause left in place. A tenant that does
+/// Finds out who holds `shortages` of `tenant`, the tenant itself too, which may have what a pause left in place. A tenant that does
 /// not answer counts as outside.
 pub(super) fn name_holders(
     shortages: &mut [DeviceShortage],
+    tenant: &TenantName,
     run_dir: &RunDir,
     gives: Option<Gives<'_>>,
 ) {
@@ -185,6 +187,8 @@ pub(super) fn name_holders(
     let others = Holdings::of_all(&others.iter().collect::<Vec<_>>()).into_iter();
     let others: Vec<TenantStats> = others.filter_map(|found| found.stats.ok()).collect();
     for shortage in shortages {
+        let own = others.iter().filter(|stats| stats.tenant == tenant.as_str());
+        shortage.processes = own.flat_map(|stats| by_process(stats, &shortage.uuid)).collect();
         let held = others.iter().filter_map(|stats| {
             let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);
             let given = given.and_then(|(_, bytes)| bytes.get(&shortage.uuid)).copied();
@@ -200,6 +204,16 @@ pub(super) fn name_holders(
         let used_bytes = shortage.total_bytes.saturating_sub(shortage.free_bytes);
         shortage.outside_bytes = used_bytes.saturating_sub(known);
     }
+}
+
+/// Returns the processes of a tenant that have memory of a device, on it or off it.
+pub fn by_process(stats: &TenantStats, uuid: &str) -> Vec<ProcessBytes> {
+    let of = |member: &MemberStats| {
+        let rows = member.pool.devices.iter().filter(|row| row.uuid == uuid);
+        let bytes = rows.map(DeviceReport::own_bytes).sum();
+        (bytes > 0).then_some(ProcessBytes { pid: member.member.pid, bytes })
+    };
+    stats.members.iter().filter_map(of).collect()
 }
 
 /// Bytes of a tenant on one device that a pause of it gives back.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmm_pool::{KeptBytes, PinnedBytes};
 
 use super::figures::GpuBudget;
@@ -19,7 +19,7 @@ use sublet_protocol::wire::{
 };
 
 /// A step of the coordinator's work with each member.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Step {
@@ -78,7 +78,7 @@ impl fmt::Display for Step {
 }
 
 /// One process of the tenant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Who {
     /// Its process id, where the kernel or the process itself told us.
@@ -97,7 +97,7 @@ impl fmt::Display for Who {
 }
 
 /// One process that did not do its part.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct MemberFailure {
     /// The member.
@@ -518,7 +518,7 @@ impl Report {
 }
 
 /// The holdings of all members of a tenant.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TenantStats {
     /// The tenant's name.

@@ -19,11 +19,14 @@ use crate::references::Stay;
 use crate::scope::Scope;
 
 /// The two things that can be done to a tenant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Action {
     /// Give the memory up.
+    #[default]
     Pause,
     /// Take it back.
     Resume,

@@ -13,7 +13,7 @@ use crate::decision::idle_after_us;
 use crate::decision::scene::{Contexts, Cost, Held, Scene, Standing, Waiting, Wish};
 use crate::turn_files::TurnDir;
 use tenants::class::Class;
-use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats};
+use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats, by_process};
 use tenants::identity::TenantName;
 use tenants::run_dir::{RunDir, RunDirError};
 use tenants::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
@@ -240,7 +240,10 @@ pub(super) fn standing_of(stats: &TenantStats) -> Standing {
     for member in members {
         let unchanged = unchanged_share(member);
         for device in &member.pool.devices {
-            let held = standing.held.entry(device.uuid.clone()).or_default();
+            let uuid = &device.uuid;
+            let processes = || by_process(stats, uuid);
+            standing.processes.entry(uuid.clone()).or_insert_with(processes);
+            let held = standing.held.entry(uuid.clone()).or_default();
             for class in &device.classes {
                 let leaves = class.resident_bytes.saturating_sub(class.pinned_bytes);
                 held.away_bytes += class.own_bytes.saturating_sub(class.resident_bytes);

@@ -65,7 +65,7 @@ impl fmt::Display for DeviceOrdinal {
 /// The name of a GPU that all processes of the machine share, as the driver gives it.
 ///
 /// Written as NVIDIA's tools write it: `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceUuid(pub [u8; 16]);
 
 impl fmt::Display for DeviceUuid {

@@ -93,7 +93,7 @@ fn options_are_read() {
         assert_eq!((args.wait.at_most(), args.tenant.as_str()), (Duration::from_secs(90), "a"));
     }
     let Command::Ps(args) = parse("sublet status --tenant=a -v").unwrap() else { panic!() };
-    assert!(args.tenant.is_some() && args.show.verbose);
+    assert!(args.of.tenant.is_some() && args.of.show.verbose);
     let Command::Swap(args) = parse("sublet swap --wait a b").unwrap() else {
         panic!();
     };

@@ -28,21 +28,22 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::gpus::{Gpu, Gpus, Watched};
 use crate::output::{self, Output};
 use crate::view::{TenantView, View};
-use crate::{files, ps, signals};
+use crate::{all_users, files, ps, signals};
 
 pub(crate) fn metrics(
     args: &MetricsArgs,
     run_dir: &RunDir,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
+    let all_users = args.all_users;
+    let mut figures = Figures { run_dir: run_dir.clone(), gpus: Watched::default(), all_users };
     if let Some(address) = args.listen {
-        return listen(address, run_dir, output);
+        return listen(address, figures, output);
     }
     let Some(path) = &args.textfile else {
-        output.text_block(&Figures::new(run_dir).text()?);
+        output.text_block(&figures.text()?);
         return Ok(ExitCode::SUCCESS);
     };
-    let mut figures = Figures::new(run_dir);
     let Some(every) = args.every else {
         files::replace(path, &figures.text()?)?;
         return Ok(ExitCode::SUCCESS);
@@ -62,9 +63,12 @@ pub(crate) fn metrics(
 }
 
 /// Serves figures until a signal.
-fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<ExitCode, Failure> {
+fn listen(
+    address: SocketAddr,
+    mut figures: Figures,
+    output: &mut Output,
+) -> Result<ExitCode, Failure> {
     let interrupt = signals::watch()?;
-    let mut figures = Figures::new(run_dir);
     let look = move || figures.text().map_err(|failure| plain(&failure.to_string()));
     serve::serve(address, look, &interrupt, |address| {
         if !address.ip().is_loopback() {
@@ -82,13 +86,10 @@ fn listen(address: SocketAddr, run_dir: &RunDir, output: &mut Output) -> Result<
 struct Figures {
     run_dir: RunDir,
     gpus: Watched,
+    all_users: bool,
 }
 
 impl Figures {
-    fn new(run_dir: &RunDir) -> Self {
-        Self { run_dir: run_dir.clone(), gpus: Watched::default() }
-    }
-
     fn text(&mut self) -> Result<String, Failure> {
         let (gpus, fell_silent) = self.gpus.look(Gpus::try_look);
         if fell_silent {
@@ -96,7 +97,10 @@ impl Figures {
                 "NVIDIA's management library does not answer: GPUs' own figures are left out from here on",
             );
         }
-        let view = View::gather_with(&self.run_dir, None, gpus)?;
+        let mut view = View::gather_with(&self.run_dir, None, gpus)?;
+        if self.all_users {
+            all_users::add(&mut view, &self.run_dir)?;
+        }
         text_of(&view)
     }
 }
@@ -119,8 +123,15 @@ fn text_of(view: &View) -> Result<String, Failure> {
 
 type Labels = Vec<(&'static str, String)>;
 
+/// A tenant of [`all_users`] has its user in a label of its own.
 fn labels<const N: usize>(pairs: [(&'static str, &str); N]) -> Labels {
-    pairs.map(|(name, value)| (name, value.to_owned())).into()
+    let split = |(name, value): (&'static str, &str)| {
+        let user = value.split_once('/').filter(|_| name == "tenant");
+        let (user, value) = user.map_or((None, value), |(user, tenant)| (Some(user), tenant));
+        let user = user.map(|user| ("user", user.to_owned()));
+        user.into_iter().chain([(name, value.to_owned())])
+    };
+    pairs.into_iter().flat_map(split).collect()
 }
 
 /// Registers a family of whole numbers. Those of the same labels add up.
@@ -329,7 +340,7 @@ impl Collector for PauseSeconds {
         for (tenant, times) in &self.0 {
             let bounds = PauseTimes::BOUNDS_US.map(seconds).into_iter().chain([f64::INFINITY]);
             let buckets: Vec<_> = bounds.zip(times.counts).collect();
-            let labels = [("tenant", tenant.as_str())];
+            let labels = labels([("tenant", tenant)]);
             let mut metric = metric.encode_family(&labels)?;
             let count = times.counts.iter().sum();
             let none = None::<&HashMap<usize, Exemplar<NoLabelSet, f64>>>;

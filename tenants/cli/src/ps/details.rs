@@ -6,7 +6,7 @@ use tenants::identity::TenantName;
 use tenants::wire::MemberStats;
 
 use super::remarks::{remarks_of_members, tenant_remarks};
-use super::{OUTSIDE, contents_label, ending, left_label, standing_label, waits_of};
+use super::{OUTSIDE, contents_label, ending, left_label, standing_label, user_column, waits_of};
 use crate::gpus::GpuBytes;
 use crate::output::{self, Output};
 use crate::view::{TenantView, View};
@@ -26,45 +26,40 @@ pub(super) fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mu
         header.insert(1, "FAMILY");
         numbers = numbers.map(|column| column + 1);
     }
-    let mut table = output::table(&header, &numbers);
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    let mut add = |family: Option<&str>, more: Vec<Vec<String>>| {
+        for mut row in more {
+            if has_family {
+                row.insert(1, family.unwrap_or("-").to_owned());
+            }
+            rows.push(row);
+        }
+    };
     for tenant in &view.tenants {
         let TenantView { stats, silent, .. } = tenant;
-        let members = stats
-            .members
-            .iter()
-            .map(|member| (member.member.family.as_deref(), member_rows(view, tenant, member)));
-        let silent = silent.iter().map(|silent| {
+        for member in &stats.members {
+            let family = member.member.family.as_deref();
+            add(family, member_rows(view, tenant, member));
+        }
+        for silent in silent {
             let stands = [&*stats.tenant, silent.standing.label()];
-            (None, rows_of_silence(view, stands, (silent.pid, &silent.command), &silent.gpus))
-        });
-        for (family, rows) in members.chain(silent) {
-            for mut row in rows {
-                if has_family {
-                    row.insert(1, family.unwrap_or("-").to_owned());
-                }
-                table.add_row(row);
-            }
+            let who = (silent.pid, silent.command.as_str());
+            add(None, rows_of_silence(view, stands, who, &silent.gpus));
         }
     }
     for (tenant, pid) in early {
         let mut row = vec![tenant.to_string(), pid.to_string(), "no memory yet".to_owned()];
         row.extend(std::iter::repeat_n("-".to_owned(), 7));
         row.push(units::command(&outsiders::command_of(*pid)));
-        if has_family {
-            row.insert(1, "-".to_owned());
-        }
-        table.add_row(row);
+        add(None, vec![row]);
     }
     for outside in view.outside.iter().flatten() {
-        for mut row in
-            rows_of_silence(view, [OUTSIDE, "-"], (outside.pid, &outside.command), &outside.gpus)
-        {
-            if has_family {
-                row.insert(1, "-".to_owned());
-            }
-            table.add_row(row);
-        }
+        let who = (outside.pid, outside.command.as_str());
+        add(None, rows_of_silence(view, [OUTSIDE, "-"], who, &outside.gpus));
     }
+    user_column(&mut header, &mut numbers, &mut rows);
+    let mut table = output::table(&header, &numbers);
+    table.add_rows(rows);
     output.table(&table);
     output.lines(ending(view));
     for tenant in &view.tenants {

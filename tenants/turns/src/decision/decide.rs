@@ -8,6 +8,7 @@ use super::quanta::{BOUND_US, COST_FACTOR, QUANTUM_MIN_US, idle_after_us, quantu
 use super::scene::{Scene, Standing, Waiting, Wish};
 use super::victims::{Candidate, choose};
 use tenants::class::Class;
+use tenants::coordinator::end_some;
 use tenants::identity::TenantName;
 use tenants::size::Size;
 
@@ -352,13 +353,13 @@ impl<'a> View<'a> {
             let total_bytes = *self.scene.total_bytes.get(*gpu)?;
             let free_bytes = self.scene.free_bytes.get(*gpu).copied().unwrap_or(0);
             let own_bytes = if standing.is_active { standing.given_bytes(gpu) } else { 0 };
-            let needed_bytes =
-                missing_bytes.saturating_add(free_bytes).saturating_add(own_bytes);
+            let needed_bytes = missing_bytes.saturating_add(free_bytes).saturating_add(own_bytes);
             (needed_bytes > total_bytes).then(|| {
                 format!(
-                    "it needs {} on {gpu}, which has {} in all: end some of its processes (`sublet ps -v` lists them)",
+                    "it needs {} on {gpu}, which has {} in all: {}",
                     Size(needed_bytes),
-                    Size(total_bytes)
+                    Size(total_bytes),
+                    end_some(standing.processes.get(*gpu).map_or(&[], Vec::as_slice))
                 )
             })
         })

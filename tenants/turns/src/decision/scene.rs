@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use tenants::class::{Class, Weight};
+use tenants::coordinator::ProcessBytes;
 use tenants::identity::TenantName;
 
 /// Tenants, GPUs, and who waits.
@@ -37,6 +38,8 @@ pub struct Standing {
     pub is_active: bool,
     /// Its memory, by GPU.
     pub held: BTreeMap<String, Held>,
+    /// The memory of its processes, on a GPU or off it, by GPU.
+    pub processes: BTreeMap<String, Vec<ProcessBytes>>,
     /// Is a process of it in its turn?
     pub has_turn: bool,
     /// Does it come back by itself when it was paused for another? Who does not is paused by order, or for a turn, alone.

@@ -7,8 +7,10 @@ import gc
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Optional, Union
 
 import sublet
@@ -52,7 +54,7 @@ class _Entered(threading.local):
 
 
 class CuMemAllocator:
-    """Memory for tensors that can sleep. One object serves a process: :meth:`get_instance`.
+    """Memory for tensors that can sleep. One object serves a worker of vLLM, or code outside of any: :meth:`get_instance`.
 
     Attributes:
         default_tag: the tag of pools that are given none.
@@ -63,25 +65,43 @@ class CuMemAllocator:
 
     instance: Optional[CuMemAllocator] = None
     default_tag: str = "default"
+    #: Those of further workers, which belong to the workers, by the number in their tags.
+    _further: weakref.WeakValueDictionary[int, CuMemAllocator] = weakref.WeakValueDictionary()
+    #: Of all together: torch knows one order of pools for a thread.
+    _entered = _Entered()
 
     @staticmethod
     def get_instance() -> CuMemAllocator:
-        """The one object.
+        """The object of the worker that calls. The first worker and code outside of workers have one; each further worker has its own, so that
+        two engines in one process sleep apart.
 
         Raises:
             NotAttachedError: this process is not under Sublet.
         """
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()
-        return CuMemAllocator.instance
+        first, worker = CuMemAllocator.instance, _calling_worker()
+        if worker is None:
+            return first
+        if first._worker is None or first._worker() is None:
+            first._worker = weakref.ref(worker)
+        if first._worker() is worker:
+            return first
+        if not hasattr(worker, "_sublet_allocator"):
+            number = next(number for number in count(2) if number not in CuMemAllocator._further)
+            worker._sublet_allocator = CuMemAllocator._further[number] = CuMemAllocator(f"{PREFIX}{number}/")
+        own: CuMemAllocator = worker._sublet_allocator
+        return own
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = PREFIX) -> None:
+        self._prefix = prefix
+        #: The worker that an allocator outside of workers serves too.
+        self._worker: Optional[weakref.ref[Any]] = None
         self._library = own_library()
         self._torch: Any = importlib.import_module("torch")
         self._expandable = ExpandableSegments(self._torch)
         self.current_tag: str = CuMemAllocator.default_tag
         self.allocator_and_pools: dict[str, Any] = {}
-        self._entered = _Entered()
         #: What graphs are captured into; the driver's memory of it lives as long as this.
         self._graph_pool: Any = None
         #: Tags of all pools that there were, by the identity that torch's snapshots show.
@@ -107,7 +127,7 @@ class CuMemAllocator:
         self.current_tag = tag
         self._tags[identity] = tag
         self.allocator_and_pools[tag] = (pool, None)
-        self._library.region_begin(PREFIX + tag, RUNS_WITHOUT, None)
+        self._library.region_begin(self._prefix + tag, RUNS_WITHOUT, None)
         try:
             with adapter.region_pool(None, None, False), self._in_front(identity):
                 with self._torch.cuda.use_mem_pool(pool):
@@ -135,7 +155,7 @@ class CuMemAllocator:
         self._tags[identity] = CUDAGRAPH
         outer_tag, self.current_tag = self.current_tag, CUDAGRAPH
         self._expandable.suspend({self._torch.cuda.current_device(): identity})
-        self._library.region_begin(PREFIX + CUDAGRAPH, RUNS_WITHOUT, None)
+        self._library.region_begin(self._prefix + CUDAGRAPH, RUNS_WITHOUT, None)
         try:
             # The capture itself has torch allocate from it.
             yield pool.id
@@ -172,7 +192,7 @@ class CuMemAllocator:
     def pointer_to_data(self) -> dict[int, AllocationData]:
         """What the allocator has from the driver now, by address, asleep or awake."""
         found: dict[int, AllocationData] = {}
-        asleep = {tag for tag in set(self._tags.values()) if self._library.tag_is_paused(PREFIX + tag)}
+        asleep = {tag for tag in set(self._tags.values()) if self._library.tag_is_paused(self._prefix + tag)}
         for segment in self._torch.cuda.memory_snapshot():
             tag = self._tags.get(tuple(segment["segment_pool_id"]))
             if tag is not None:
@@ -229,7 +249,7 @@ class CuMemAllocator:
         known = set(self._tags.values())
         wanted = known if tags is None else known.intersection([*tags, *_not_deferrable(known)])
         if wanted:
-            sublet.resume([PREFIX + tag for tag in sorted(wanted)])
+            sublet.resume([self._prefix + tag for tag in sorted(wanted)])
 
     def _fall_asleep(self, tags: set[str], unsaved: set[str]) -> None:
         if not tags:
@@ -240,11 +260,23 @@ class CuMemAllocator:
             if data.tag in unsaved
         ]
         with giving_up(self._library, given_up):
-            sublet.pause([PREFIX + tag for tag in sorted(tags)])
+            sublet.pause([self._prefix + tag for tag in sorted(tags)])
 
     def _give_back_unused(self) -> None:
         gc.collect()
         self._torch.cuda.empty_cache()
+
+
+def _calling_worker() -> Any:
+    """The worker of vLLM whose method calls, through whatever lies between; ``None`` outside of any."""
+    worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    frame = None if worker is None else sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, worker):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _not_deferrable(tags: set[str]) -> set[str]:

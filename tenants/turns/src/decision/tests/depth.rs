@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::decision::history::History;
 use crate::decision::scene::{Contexts, Held, Scene, Standing, Waiting, Wish};
 use crate::decision::{Decision, Verdict, decide, is_due};
+use tenants::coordinator::ProcessBytes;
 use tenants::identity::TenantName;
 
 const GPU: &str = "GPU-0";
@@ -133,9 +134,13 @@ fn one_that_is_larger_than_its_gpu_is_told_so_and_nobody_else_is_blamed() {
     let tenants = [("job", rests(6, STAY)), ("rests", rests(4, STAY)), ("runs", runs(1, STAY))];
     let of_five = |scene: &mut Scene| {
         scene.total_bytes.insert(GPU.to_owned(), 5 * GIB);
+        let both = [(7, 2), (8, 4)].map(|(pid, gib)| ProcessBytes { pid, bytes: gib * GIB });
+        let job = scene.tenants.iter_mut().find(|(name, _)| name.as_str() == "job");
+        job.unwrap().1.processes.insert(GPU.to_owned(), both.into());
     };
     let said = decided_with(&tenants, "job", Wish::Back, 4 * GIB, of_five);
-    let words = "it needs 6 GiB on GPU-0, which has 5 GiB in all: end some of its processes (`sublet ps -v` lists them)";
+    let words = "it needs 6 GiB on GPU-0, which has 5 GiB in all: end some of its processes (`sublet ps -v`): process 7 has 2 GiB, \
+                 process 8 has 4 GiB";
     assert!(said.reasons[0].ends_with(words), "{said:?}");
     // What it has counts for one that wants more.
     let said = decided_with(&tenants, "runs", more(5), GIB, of_five);
