@@ -118,7 +118,7 @@ impl Coordinator {
         if !session.members.is_empty() {
             return Ok(Outcome::AlreadyActive);
         }
-        session.refuse_shallow()?;
+        session.check_contexts()?;
         Ok(session.rest())
     }
 
@@ -241,7 +241,7 @@ impl Held<'_> {
     fn act(&self, action: Action, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
         let (mut outcome, notes) = attempt(&[self], progress, |tries, progress| {
             let mut session = Session::open(self, &self.coordinator.options, action, progress)?;
-            session.refuse_shallow()?;
+            session.check_contexts()?;
             self.finish(session, tries)
         })?;
         outcome.note(notes);

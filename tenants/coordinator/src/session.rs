@@ -89,18 +89,18 @@ impl<'a> Session<'a> {
     /// Takes the members through all phases.
     pub(super) fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
         if self.round.action() == Action::Resume {
-            self.thaw()?;
+            self.bring_contexts_back()?;
         }
         if let Err(stop) = self.prepare(tries) {
             let error = self.undo(stop);
             if error.left_unchanged() {
-                self.freeze_again();
+                self.take_contexts_again();
             }
             return Err(error);
         }
         self.commit();
         self.account(self.began);
-        self.freeze(self.began);
+        self.take_contexts(self.began);
         tracing::info!(wall_us = self.report.wall_us, losses = self.report.losses.len(), "done");
         Ok(self.into_outcome())
     }
@@ -228,7 +228,7 @@ impl<'a> Session<'a> {
     }
 
     /// Refuses a deep pause that would not come to its end, before anything moves.
-    pub(super) fn refuse_shallow(&mut self) -> Result<(), Trouble> {
+    pub(super) fn check_contexts(&mut self) -> Result<(), Trouble> {
         if !self.round.is_deep() {
             return Ok(());
         }
@@ -253,7 +253,7 @@ impl<'a> Session<'a> {
     }
 
     /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
-    pub(super) fn freeze(&mut self, began: Instant) {
+    pub(super) fn take_contexts(&mut self, began: Instant) {
         if let Some(contexts) = self.contexts().ok().filter(|_| self.round.is_deep()) {
             contexts.take(self);
             self.report.wall_us = micros(began.elapsed());
@@ -261,7 +261,7 @@ impl<'a> Session<'a> {
     }
 
     /// Brings the contexts back that a resume needs.
-    pub(super) fn thaw(&mut self) -> Result<(), Trouble> {
+    pub(super) fn bring_contexts_back(&mut self) -> Result<(), Trouble> {
         let is_deep = |index: &usize| self.cast.peers.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = self.members.iter().copied().filter(is_deep).collect();
         if deep.is_empty() {
@@ -281,7 +281,7 @@ impl<'a> Session<'a> {
     }
 
     /// Nothing has come of a resume: contexts that were brought back for it leave again.
-    pub(super) fn freeze_again(&mut self) {
+    pub(super) fn take_contexts_again(&mut self) {
         if let Ok(contexts) = self.contexts() {
             contexts.take_again(self);
         }

@@ -90,17 +90,17 @@ fn move_both(
         refuse_standing(&out.cast)?;
     }
     let mut back = Session::open(to, &to.coordinator.options, Action::Resume, &mut tell_to)?;
-    out.refuse_shallow()?;
+    out.check_contexts()?;
     if out.members.is_empty() || back.members.is_empty() {
         let paused = from.finish(out, tries)?;
         return Ok(Moved::Both { paused, resumed: to.finish(back, tries)? });
     }
     let left = out.round.resident_part(&out.cast.peers, &out.members);
-    match back.thaw() {
+    match back.bring_contexts_back() {
         Err(error) if error.missing_device_bytes().is_some() => {
             return Ok(Moved::Neither { left });
         }
-        thawed => thawed?,
+        brought => brought?,
     }
     Pair { from, to, out, back, left, started }.change_places(tries, &mut tell_after)
 }
@@ -161,7 +161,7 @@ impl Pair<'_> {
         let plan = match self.prepare(tries) {
             Ok(plan) => plan,
             Err(error) => {
-                self.back.freeze_again();
+                self.back.take_contexts_again();
                 return Err(error);
             }
         };
@@ -183,13 +183,13 @@ impl Pair<'_> {
             drop(out.cast);
             let error = stranded.go_back(from, to, tell_after);
             if !matches!(error, Trouble::NotBack { .. }) {
-                back.freeze_again();
+                back.take_contexts_again();
             }
             return Err(error);
         }
         back.commit();
         // Behind the second, which runs by then.
-        out.freeze(started);
+        out.take_contexts(started);
         back.account(started);
         Ok(Moved::Both { paused: out.into_outcome(), resumed: back.into_outcome() })
     }

@@ -91,9 +91,9 @@ fn a_process_of_another_pid_namespace_has_no_id_here_whatever_id_it_says_that_it
     let mut progress = quiet;
     let mut session =
         Session::open(&held, &coordinator.options, Action::Pause, &mut progress).unwrap();
-    assert!(session.refuse_shallow().is_ok());
+    assert!(session.check_contexts().is_ok());
     assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
     session.cast.peers.move_out_of_sight(0);
-    let error = session.refuse_shallow().unwrap_err();
+    let error = session.check_contexts().unwrap_err();
     assert!(error.to_string().contains("is out of sight"), "{error}");
 }
