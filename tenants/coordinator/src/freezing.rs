@@ -408,7 +408,55 @@ fn mps_of(environ: &Path) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use sublet_stage::fake::{World, tenant};
+    use sublet_stage::script::Script;
+
     use super::*;
+    use crate::session::Session;
+    use crate::{Coordinator, Depth, Event, Options};
+
+    /// The driver, of a process that runs, which nobody changes.
+    #[derive(Debug)]
+    struct Untouched;
+
+    impl Checkpointer for Untouched {
+        fn state(&self, _: u32) -> Result<ProcessState, CheckpointError> {
+            Ok(ProcessState::Running)
+        }
+
+        fn lock(&self, _: u32, _: Duration) -> Result<(), CheckpointError> {
+            panic!("nothing is to be called")
+        }
+
+        fn checkpoint(&self, _: u32) -> Result<(), CheckpointError> {
+            panic!("nothing is to be called")
+        }
+
+        fn restore(&self, _: u32) -> Result<(), CheckpointError> {
+            panic!("nothing is to be called")
+        }
+
+        fn unlock(&self, _: u32) -> Result<(), CheckpointError> {
+            panic!("nothing is to be called")
+        }
+    }
+
+    #[test]
+    fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has() {
+        let world = World::of(&[Script::new(MemberState::Active)]);
+        let checkpointer: Option<Arc<dyn Checkpointer>> = Some(Arc::new(Untouched));
+        let options = Options { depth: Depth::Contexts, checkpointer, ..Options::default() };
+        let coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
+        let held = coordinator.hold(Action::Pause).unwrap();
+        let mut progress = |_: Event<'_>| {};
+        let mut session =
+            Session::open(&held, &coordinator.options, Action::Pause, &mut progress).unwrap();
+        assert!(session.refuse_shallow().is_ok());
+        assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
+        session.cast.peers.move_out_of_sight(0);
+        let error = session.refuse_shallow().unwrap_err();
+        assert!(error.to_string().contains("no id in this pid namespace"), "{error}");
+    }
 
     #[test]
     fn a_tracer_and_a_daemon_of_mps_are_seen() {

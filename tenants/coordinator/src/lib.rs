@@ -34,8 +34,6 @@ mod session;
 mod spilling;
 mod stepping;
 mod swap;
-#[cfg(test)]
-mod tests;
 mod trouble;
 
 use std::time::{Duration, Instant};

@@ -9,12 +9,11 @@ use sublet_stage::memory;
 use vmm_pool::driver::{DeviceOrdinal, Driver as _};
 use vmm_pool::{Class, Contents};
 
-use super::cuts::{Job, SOON, patient, until};
-use super::settling::Line;
 use super::*;
 use sublet_protocol::host_memory::HostLimit;
 use sublet_protocol::saving::DirName;
 use sublet_protocol::wire::{SaveStage, SaveStep, SpillProgress, SpillStep};
+use sublet_stage::job::{Job, Line, SOON, patient, until};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 /// More than a save writes at a time.

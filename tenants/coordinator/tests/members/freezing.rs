@@ -113,10 +113,13 @@ impl Checkpointer for Driver {
 const RUNNING: ProcessState = ProcessState::Running;
 const CHECKPOINTED: ProcessState = ProcessState::Checkpointed;
 
-fn coordinator(world: &World, driver: &Arc<Driver>) -> Coordinator {
+fn deep_with(driver: &Arc<Driver>) -> Options {
     let checkpointer = Some(Arc::clone(driver) as Arc<dyn Checkpointer>);
-    let options = Options { depth: Depth::Contexts, checkpointer, ..options() };
-    Coordinator::new(world.run_dir.clone(), tenant("train"), options)
+    Options { depth: Depth::Contexts, checkpointer, ..options() }
+}
+
+fn coordinator(world: &World, driver: &Arc<Driver>) -> Coordinator {
+    Coordinator::new(world.run_dir.clone(), tenant("train"), deep_with(driver))
 }
 
 #[test]
@@ -253,11 +256,10 @@ fn a_driver_that_does_not_answer_is_why_the_tenant_is_not_deep() {
     let (world, driver) = (World::of(&[paused()]), Driver::at(RUNNING));
     let (over, silence) = crossbeam_channel::bounded(0);
     driver.0.lock().unwrap().silence = Some(silence);
-    let mut coordinator = coordinator(&world, &driver);
     // Time for the other steps, also on a busy machine.
     let ample = Duration::from_secs(10);
-    coordinator.options.timeout = Some(ample);
-    coordinator.options.finish_timeout = ample;
+    let options = Options { timeout: Some(ample), finish_timeout: ample, ..deep_with(&driver) };
+    let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), options);
     let done = report(coordinator.pause(&mut quiet).unwrap());
     let why = done.not_deep[0].to_string();
     assert!(why.contains("cuCheckpointProcessLock did not return within 15 s"), "{why}");
@@ -311,20 +313,4 @@ fn what_cannot_be_frozen_or_thawed_is_refused_before_anything_moves() {
     let error = world.coordinator().resume(&mut quiet).unwrap_err();
     assert!(error.to_string().contains("sublet resume train"), "{error}");
     assert_eq!(world.states(), [MemberState::Deep]);
-}
-
-#[test]
-fn a_process_of_another_pid_namespace_is_refused_whatever_id_it_says_that_it_has() {
-    let (world, driver) = (World::of(&[active()]), Driver::at(RUNNING));
-    let coordinator = coordinator(&world, &driver);
-    let held = coordinator.hold(Action::Pause).unwrap();
-    let mut progress = quiet;
-    let mut session =
-        Session::open(&held, &coordinator.options, Action::Pause, &mut progress).unwrap();
-    assert!(session.refuse_shallow().is_ok());
-    assert!(session.cast.peers.who(0).pid.is_some(), "its own id, for reports");
-    session.cast.peers.move_out_of_sight(0);
-    let error = session.refuse_shallow().unwrap_err();
-    assert!(error.to_string().contains("no id in this pid namespace"), "{error}");
-    assert!(driver.take_made().is_empty());
 }

@@ -1,8 +1,8 @@
 //! The coordinator against members that speak over real sockets and fail in every way and place.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
+
 mod cuts;
-mod exchanges;
-mod fake;
 mod faults;
 mod freezing;
 mod gone;
@@ -10,7 +10,6 @@ mod nameless;
 mod panics;
 mod rounds;
 mod saving;
-mod script;
 mod settling;
 mod spilling;
 mod swaps;
@@ -21,13 +20,15 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use fake::{Line, World, impatient, options, quiet, tenant};
-use script::{AtTheGate, Deed, Fault, GIB, RELEASE_WINDOW, RESTORE_WINDOW, Script};
-
-use super::*;
+use sublet_coordinator::*;
 use sublet_protocol::identity::MemberId;
+use sublet_protocol::run_dir::RunDirError;
 use sublet_protocol::scope::Scope;
-use sublet_protocol::wire::{FailureKind, MemberState, Phase, Reply, Request, TakePhase, Told};
+use sublet_protocol::wire::{
+    Action, FailureKind, MemberState, Phase, Reply, Request, TakePhase, Told,
+};
+use sublet_stage::fake::{Line, World, impatient, options, quiet, tenant};
+use sublet_stage::script::{AtTheGate, Deed, Fault, GIB, RELEASE_WINDOW, RESTORE_WINDOW, Script};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];

@@ -5,88 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
-use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
-
 use super::*;
-use sublet_member::{Member, MemberConfig};
 use sublet_protocol::cut::{CommunicatorId, Increment, Lane, Limits, Rank, Seen, Series};
 use sublet_protocol::wire::Hold;
-
-type SimMember = Member<SimDriver>;
-
-const WORLD: CommunicatorId = CommunicatorId(0xab12_cd34 << 96);
-pub(super) const SOON: Duration = Duration::from_secs(30);
-
-/// Several processes' worth of members, in this one.
-pub(super) struct Job {
-    pub(super) run_dir: RunDir,
-    pub(super) members: Vec<Arc<SimMember>>,
-    _base: tempfile::TempDir,
-}
-
-fn collectives() -> Lane {
-    Lane { communicator: WORLD, series: Series::Collectives }
-}
-
-pub(super) fn patient() -> Options {
-    Options { timeout: None, ..Options::default() }
-}
-
-impl Job {
-    /// So many members, one rank of one communicator in each.
-    pub(super) fn new(ranks: u32) -> Self {
-        Self::with(ranks, |_, _| {})
-    }
-
-    /// As [`Job::new`], with the configuration of each rank changed first.
-    pub(super) fn with(ranks: u32, change: impl Fn(u32, &mut MemberConfig)) -> Self {
-        let base = tempfile::tempdir().unwrap();
-        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
-        let members = (0..ranks).map(|rank| {
-            let node = SimNode::private(&[64 * 1024 * 1024]).unwrap();
-            let mut config =
-                MemberConfig::new(run_dir.clone(), tenant("train"), "python train.py", "0.1.0");
-            change(rank, &mut config);
-            let driver = SimDriver::new(node, SimOptions::default());
-            let member = Member::join(config, Arc::new(driver)).unwrap();
-            member.cut().add_rank(Rank { communicator: WORLD, rank, ranks });
-            member
-        });
-        Self { members: members.collect(), run_dir, _base: base }
-    }
-
-    pub(super) fn coordinator(&self, options: Options) -> Coordinator {
-        Coordinator::new(self.run_dir.clone(), tenant("train"), options)
-    }
-
-    pub(super) fn states(&self) -> Vec<MemberState> {
-        self.members.iter().map(|member| member.lifecycle().state()).collect()
-    }
-
-    fn launch(&self, rank: usize) {
-        launch(&self.members[rank], rank);
-    }
-
-    fn launched(&self) -> Vec<u64> {
-        let ranks = self.members.iter().zip(0..);
-        ranks.map(|(member, rank)| member.cut().counter(collectives(), rank).launched()).collect()
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for member in &self.members {
-            member.cut().release();
-            member.leave();
-        }
-    }
-}
-
-/// One collective of `rank`.
-fn launch(member: &SimMember, rank: usize) {
-    let counter = member.cut().counter(collectives(), u32::try_from(rank).unwrap());
-    drop(member.cut().enter("ncclAllReduce", &[Increment { counter, launches: 1 }]));
-}
+use sublet_stage::job::{Job, SOON, WORLD, collectives, launch, patient, until};
 
 /// A rank that launches until told to stop. It never gets further ahead of the slowest than a few, as a
 /// device's queue would have it.
@@ -131,14 +53,6 @@ impl Ranks {
         for thread in self.threads {
             thread.join().unwrap();
         }
-    }
-}
-
-pub(super) fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + SOON;
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what} did not come");
-        std::thread::yield_now();
     }
 }
 

@@ -4,10 +4,10 @@ use std::os::fd::AsFd as _;
 
 use nix::poll::{PollFd, PollFlags};
 
-use super::cuts::{Job, SOON, patient, until};
 use super::*;
 use sublet_protocol::transport::{Connection, poll_until};
 use sublet_protocol::wire::{Asked, RoundEnd};
+use sublet_stage::job::{Job, SOON, patient, until};
 
 const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const BEFORE_ACTIVATE: [Phase; 3] = [Phase::Create, Phase::Restore, Phase::Import];

@@ -3,8 +3,9 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use super::cuts::{Job, patient, until};
 use super::*;
+use sublet_protocol::run_dir::RunDir;
+use sublet_stage::job::{Job, patient, until};
 
 fn sockets(job: &Job) -> usize {
     let dir = job.run_dir.existing_tenant(&tenant("train")).ok().flatten();

@@ -7,14 +7,14 @@ use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::driver::sim::SimDriver;
 use vmm_pool::{Class, Selection, Tags, Whose};
 
-use super::cuts::{Job, SOON, patient, until};
-use super::settling::{BEFORE_ACTIVATE, BEFORE_RELEASE, Line, is_under_way};
+use super::settling::{BEFORE_ACTIVATE, BEFORE_RELEASE, is_under_way};
 use super::*;
 use sublet_member::Member;
 use sublet_protocol::cut::{Limits, Seen};
 use sublet_protocol::scope::TagNames;
 use sublet_protocol::stepping::{SeenActivity, StepOrder};
 use sublet_protocol::wire::{Hold, RoundEnd, StepOn, Withdraw};
+use sublet_stage::job::{Job, Line, SOON, patient, until};
 
 const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 

@@ -1,7 +1,7 @@
 //! Real members whose own code fails in a phase.
 
-use super::cuts::{Job, SOON, patient, until};
 use super::*;
+use sublet_stage::job::{Job, SOON, patient, until};
 use vmm_pool::gate::Passage;
 
 /// Asked at the end of the drain.

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::super::exchange::{Exchange, Move};
+use super::{Exchange, Move};
 use sublet_protocol::wire::{DeviceDelta, Needed, PhaseReport, StageLeft, StageReport, Window};
 use vmm_pool::Schedule;
 use vmm_pool::driver::DeviceOrdinal;

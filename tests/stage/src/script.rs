@@ -4,41 +4,48 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use sublet_protocol::host_memory::HostNeed;
-use sublet_protocol::identity::MemberId;
-use sublet_protocol::phase::Told;
-use sublet_protocol::references::Partner;
-use sublet_protocol::scope::Scope;
-use sublet_protocol::stepping::{Activity, Calls};
-use sublet_protocol::wire::{FailureKind, MemberState, Order, Phase, Window};
+use tenants::host_memory::HostNeed;
+use tenants::identity::MemberId;
+use tenants::phase::Told;
+use tenants::references::Partner;
+use tenants::scope::Scope;
+use tenants::stepping::{Activity, Calls};
+use tenants::wire::{FailureKind, MemberState, Order, Phase, Window};
 
-pub(super) const GIB: u64 = 1 << 30;
+/// One GiB.
+pub const GIB: u64 = 1 << 30;
 
 /// A phase, or one window of it, which is another thing to be told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Deed {
+pub enum Deed {
+    /// All of it.
     All(Phase),
+    /// One window of it.
     Window(Phase),
 }
 
-pub(super) const RELEASE_WINDOW: Deed = Deed::Window(Phase::Release);
-pub(super) const RESTORE_WINDOW: Deed = Deed::Window(Phase::Restore);
+/// One window of a release.
+pub const RELEASE_WINDOW: Deed = Deed::Window(Phase::Release);
+/// One window of a restore.
+pub const RESTORE_WINDOW: Deed = Deed::Window(Phase::Restore);
 
 impl Deed {
-    pub(super) fn of(order: &Order) -> Self {
+    /// The deed that `order` asks for.
+    pub fn of(order: &Order) -> Self {
         let (Order::Release { window, .. } | Order::Restore { window, .. }) = order else {
             return Self::All(order.phase());
         };
         if window.is_some() { Self::Window(order.phase()) } else { Self::All(order.phase()) }
     }
 
-    pub(super) fn phase(self) -> Phase {
+    /// Its phase.
+    pub fn phase(self) -> Phase {
         let (Self::All(phase) | Self::Window(phase)) = self;
         phase
     }
 
     /// To do it of `scope`; a window is the first, and of nothing.
-    pub(super) fn order(self, scope: &Scope) -> Order {
+    pub fn order(self, scope: &Scope) -> Order {
         let window = matches!(self, Self::Window(_)).then(Window::default);
         self.phase().order(&Told { window, ..Told::new(scope, &[]) })
     }
@@ -52,9 +59,12 @@ impl From<Phase> for Deed {
 
 /// The act that a member does instead of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub enum Fault {
+    /// Refuses.
     Fail(FailureKind),
+    /// Ends, and answers nobody.
     Die,
+    /// Does nothing, and says nothing.
     Silent,
     /// Answers after so many milliseconds.
     Slow(u64),
@@ -64,6 +74,7 @@ pub(super) enum Fault {
     AfterEnded(u64, Deed),
     /// Answers right before it answers to the next order.
     Late,
+    /// Answers another question.
     WrongAnswer,
     /// Answers for another phase than the one that was requested.
     OtherPhase,
@@ -78,8 +89,8 @@ pub(super) enum Fault {
 }
 
 /// Behind the shut gates.
-#[derive(Clone)]
-pub(super) enum AtTheGate {
+#[derive(Clone, Debug)]
+pub enum AtTheGate {
     /// Its device is busy until the other is let make calls.
     WaitsForCalls(Arc<AtomicBool>),
     /// Has a thread that makes the calls it is let make, and never ends with them by itself.
@@ -87,44 +98,52 @@ pub(super) enum AtTheGate {
 }
 
 /// The number of members that have been asked, and the signal for those that wait for more.
-pub(super) type Meeting = Arc<(Mutex<usize>, Condvar)>;
+pub type Meeting = Arc<(Mutex<usize>, Condvar)>;
 
-#[derive(Clone)]
-pub(super) struct Script {
-    pub(super) state: MemberState,
-    pub(super) version: &'static str,
-    pub(super) faults: HashMap<Deed, Fault>,
-    pub(super) consent: Option<Fault>,
-    pub(super) hello: Option<Fault>,
-    pub(super) stats: Option<Fault>,
+/// See the head of this module.
+#[derive(Clone, Debug)]
+pub struct Script {
+    /// The state that it begins in.
+    pub state: MemberState,
+    /// The version that it says it has.
+    pub version: &'static str,
+    /// Instead of these deeds.
+    pub faults: HashMap<Deed, Fault>,
+    /// Instead of consenting.
+    pub consent: Option<Fault>,
+    /// Instead of a greeting.
+    pub hello: Option<Fault>,
+    /// Instead of figures.
+    pub stats: Option<Fault>,
     /// It says what it holds once so many as the number have been asked that, for at most half a minute.
-    pub(super) stats_with: Option<(Meeting, usize)>,
+    pub stats_with: Option<(Meeting, usize)>,
     /// Instead of writing on, the second time.
-    pub(super) save: Option<Fault>,
+    pub save: Option<Fault>,
     /// The bytes that it has to write; none when it runs with all its memory.
-    pub(super) saved_bytes: Option<u64>,
-    pub(super) host: HostNeed,
+    pub saved_bytes: Option<u64>,
+    /// Its need for host memory, as it says when it is drained.
+    pub host: HostNeed,
     /// Whom it has lent memory to, as it says when its devices are drained.
-    pub(super) lent: Option<MemberId>,
+    pub lent: Option<MemberId>,
     /// With whom it says that it shares memory.
-    pub(super) partner: Option<Partner>,
+    pub partner: Option<Partner>,
     /// The bytes that it has on its one device, or needs there.
-    pub(super) holds_bytes: u64,
+    pub holds_bytes: u64,
     /// Of that device.
-    pub(super) free_bytes: u64,
+    pub free_bytes: u64,
     /// That device's name.
-    pub(super) uuid: &'static str,
+    pub uuid: &'static str,
     /// Of its allocations.
-    pub(super) unit_bytes: u64,
+    pub unit_bytes: u64,
     /// None when its device is idle and no thread waits.
-    pub(super) at_the_gate: Option<AtTheGate>,
+    pub at_the_gate: Option<AtTheGate>,
     /// The number of the order for a phase that its fault is about, from 0; each order where that is none.
-    pub(super) fault_at: Option<usize>,
+    pub fault_at: Option<usize>,
 }
 
 impl AtTheGate {
     /// Returns its answers to this order, and to those that it has not answered.
-    pub(super) fn answers(&self, order: u64, calls: Calls) -> Vec<Activity> {
+    pub fn answers(&self, order: u64, calls: Calls) -> Vec<Activity> {
         let idle = Activity { order, is_idle: true, ..Activity::default() };
         match self {
             Self::WaitsForCalls(are_made) => {
@@ -145,7 +164,8 @@ impl AtTheGate {
 }
 
 impl Script {
-    pub(super) fn new(state: MemberState) -> Self {
+    /// One that does all that it is told, from `state` on.
+    pub fn new(state: MemberState) -> Self {
         Self {
             state,
             version: "0.1.0",
@@ -168,13 +188,15 @@ impl Script {
         }
     }
 
-    pub(super) fn with(mut self, deed: impl Into<Deed>, fault: Fault) -> Self {
+    /// The same, but for `deed`.
+    #[must_use]
+    pub fn with(mut self, deed: impl Into<Deed>, fault: Fault) -> Self {
         self.faults.insert(deed.into(), fault);
         self
     }
 
     /// Is there an answer that nobody gets in time?
-    pub(super) fn is_ever_silent(&self) -> bool {
+    pub fn is_ever_silent(&self) -> bool {
         let others = [self.consent, self.hello, self.stats, self.save];
         let mut all = self.faults.values().copied().chain(others.into_iter().flatten());
         all.any(|fault| matches!(fault, Fault::Silent | Fault::HalfAnswer | Fault::Late))

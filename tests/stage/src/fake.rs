@@ -1,5 +1,7 @@
 //! Members that speak the protocol over real sockets and misbehave as told.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
+
 use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,16 +14,16 @@ use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport, Schedule};
 
-use super::script::{Deed, Fault, GIB, RELEASE_WINDOW, Script};
-use crate::{Coordinator, Event, Options};
-use sublet_protocol::identity::{MemberId, TenantName};
-use sublet_protocol::references::References;
-use sublet_protocol::run_dir::RunDir;
-use sublet_protocol::saving::map::SaveAccount;
-use sublet_protocol::stepping::{Activity, StepOrder};
-use sublet_protocol::transport::frame::encode;
-use sublet_protocol::transport::{Connection, Listener, TransportError, poll_until};
-use sublet_protocol::wire::{
+use crate::script::{Deed, Fault, GIB, RELEASE_WINDOW, Script};
+use tenants::coordinator::{Coordinator, Event, Options};
+use tenants::identity::{MemberId, TenantName};
+use tenants::references::References;
+use tenants::run_dir::RunDir;
+use tenants::saving::map::SaveAccount;
+use tenants::stepping::{Activity, StepOrder};
+use tenants::transport::frame::encode;
+use tenants::transport::{Connection, Listener, TransportError, poll_until};
+use tenants::wire::{
     DeviceDelta, Drained, Failure, FailureKind, GiveUp, HostProgress, Idleness, Lending,
     MemberInfo, MemberState, MemberStats, Needed, Order, PauseTimes, Phase, PhaseAnswer,
     PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, StageLeft,
@@ -32,38 +34,48 @@ const STEP: Duration = Duration::from_millis(5);
 
 /// One line of the log that all members of a world share.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Line {
+pub enum Line {
+    /// It begins this.
     Began(u64, Deed),
     /// It is told when to save.
     Schedule(u64, Schedule),
+    /// It has done this.
     Ended(u64, Deed),
+    /// Its consent is wanted.
     Consent(u64),
+    /// It hears that this is why nothing comes of it.
     GivenUp(u64, String),
+    /// It is told that no contents are wanted in files any more.
     CalledOff(u64),
 }
 
 /// A run directory and the members in it.
-pub(super) struct World {
-    pub(super) run_dir: RunDir,
-    pub(super) log: Arc<Mutex<Vec<Line>>>,
+#[derive(Debug)]
+pub struct World {
+    /// The place where their sockets are.
+    pub run_dir: RunDir,
+    /// All that they were told and did, in order.
+    pub log: Arc<Mutex<Vec<Line>>>,
     members: Vec<Member>,
     has_silent: bool,
     stop: Arc<AtomicBool>,
     _base: tempfile::TempDir,
 }
 
+#[derive(Debug)]
 struct Member {
     id: u64,
     state: Arc<Mutex<MemberState>>,
     thread: Option<JoinHandle<()>>,
 }
 
-pub(super) fn tenant(name: &str) -> TenantName {
+/// A tenant's name.
+pub fn tenant(name: &str) -> TenantName {
     TenantName::new(name).unwrap()
 }
 
 /// Deadlines that members keep on a busy machine too.
-pub(super) fn options() -> Options {
+pub fn options() -> Options {
     let long = Duration::from_secs(30);
     // What is given up immediately is so long before a deadline.
     let deadline = Duration::from_mins(3);
@@ -80,7 +92,7 @@ pub(super) fn options() -> Options {
 }
 
 /// Short deadlines, so that tests of silence are short. The others still have two seconds.
-pub(super) fn impatient() -> Options {
+pub fn impatient() -> Options {
     let short = Duration::from_secs(1);
     Options {
         timeout: Some(short),
@@ -91,10 +103,13 @@ pub(super) fn impatient() -> Options {
     }
 }
 
-pub(super) fn quiet(_event: Event<'_>) {}
+/// Progress that nobody looks at.
+pub fn quiet(_event: Event<'_>) {}
 
 impl World {
-    pub(super) fn new() -> Self {
+    /// A world without members.
+    #[expect(clippy::new_without_default, reason = "it makes a directory")]
+    pub fn new() -> Self {
         let base = tempfile::tempdir().unwrap();
         Self {
             run_dir: RunDir::open(Some(base.path().join("run")), None).unwrap(),
@@ -107,7 +122,7 @@ impl World {
     }
 
     /// A world with one member of tenant `train` for each script; their ids count from 1.
-    pub(super) fn of(scripts: &[Script]) -> Self {
+    pub fn of(scripts: &[Script]) -> Self {
         let mut world = Self::new();
         for (id, script) in (1..).zip(scripts) {
             world.add("train", id, script.clone());
@@ -115,7 +130,8 @@ impl World {
         world
     }
 
-    pub(super) fn add(&mut self, name: &str, id: u64, script: Script) {
+    /// One more member, of tenant `name`.
+    pub fn add(&mut self, name: &str, id: u64, script: Script) {
         let (_dir, listener) = self.run_dir.listen(&tenant(name), MemberId(id)).unwrap();
         let state = Arc::new(Mutex::new(script.state));
         self.has_silent |= script.is_ever_silent();
@@ -135,23 +151,25 @@ impl World {
     }
 
     /// Patient with members that all answer.
-    pub(super) fn coordinator(&self) -> Coordinator {
+    pub fn coordinator(&self) -> Coordinator {
         let options = if self.has_silent { impatient() } else { options() };
         Coordinator::new(self.run_dir.clone(), tenant("train"), options)
     }
 
-    pub(super) fn state(&self, id: u64) -> MemberState {
+    /// The state of one member.
+    pub fn state(&self, id: u64) -> MemberState {
         let member = self.members.iter().find(|member| member.id == id).unwrap();
         *member.state.lock().unwrap()
     }
 
-    pub(super) fn states(&self) -> Vec<MemberState> {
+    /// The states of all members, in the order in which they were added.
+    pub fn states(&self) -> Vec<MemberState> {
         let states = self.members.iter().map(|member| self.state(member.id));
         states.collect()
     }
 
     /// The phases that one member began, in order.
-    pub(super) fn phases_of(&self, id: u64) -> Vec<Phase> {
+    pub fn phases_of(&self, id: u64) -> Vec<Phase> {
         let log = self.log.lock().unwrap();
         log.iter()
             .filter_map(|line| match line {
@@ -166,7 +184,8 @@ impl World {
             .collect()
     }
 
-    pub(super) fn lines(&self) -> Vec<Line> {
+    /// The log so far.
+    pub fn lines(&self) -> Vec<Line> {
         self.log.lock().unwrap().clone()
     }
 }
@@ -556,8 +575,8 @@ impl Agent {
             // As in a pid namespace of its own: the kernel tells the other side a better one.
             pid: 1,
             family: None,
-            class: sublet_protocol::class::Class::default(),
-            weight: sublet_protocol::class::Weight::default(),
+            class: tenants::class::Class::default(),
+            weight: tenants::class::Weight::default(),
             queues: false,
             goes_deep: false,
             command: "python train.py".to_owned(),

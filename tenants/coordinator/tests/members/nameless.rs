@@ -1,6 +1,5 @@
 //! Members that share memory with a process that lives, and that nobody finds in the run directory.
 
-use super::script::Script;
 use super::*;
 use sublet_protocol::references::Partner;
 

@@ -7,72 +7,18 @@ use vmm_pool::driver::sim::{FaultSpan, GRANULARITY_BYTES, SimDriver};
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal, Driver as _, DriverCode, DriverOp};
 use vmm_pool::{Class, Contents, Selection};
 
-use super::cuts::{Job, SOON, patient, until};
 use super::*;
 use sublet_member::{CONNECTIONS_MAX, Member};
 use sublet_protocol::cut::{Limits, Seen};
 use sublet_protocol::scope::TagNames;
-use sublet_protocol::stepping::{Activity, Calls, StepOrder};
-use sublet_protocol::transport::Connection;
-use sublet_protocol::wire::{Hold, Needed, Needs, StepOn};
+use sublet_protocol::stepping::Calls;
+use sublet_protocol::wire::{Hold, Needed, Needs};
+use sublet_stage::job::{Job, Line, ROUND, SOON, patient, until};
 use vmm_pool::gate::Passage;
 
 pub(super) const BEFORE_RELEASE: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 pub(super) const BEFORE_ACTIVATE: [Phase; 3] = [Phase::Create, Phase::Restore, Phase::Import];
-const ROUND: u64 = 12;
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
-
-/// A coordinator's connection to one member, and the round that it leads over it.
-pub(super) struct Line(pub(super) Connection, pub(super) u64);
-
-impl Line {
-    pub(super) fn to(member: &Member<SimDriver>) -> Self {
-        Self(
-            Connection::connect(member.presence().socket_path(), Instant::now() + SOON).unwrap(),
-            ROUND,
-        )
-    }
-
-    pub(super) fn ask(&mut self, request: &Request) -> Reply {
-        self.0.send(request, &[], Instant::now() + SOON).unwrap();
-        self.0.receive(Instant::now() + SOON).unwrap().0
-    }
-
-    pub(super) fn phase_of(&mut self, deed: impl Into<Deed>, scope: &Scope) -> Reply {
-        let deed = deed.into();
-        let request = self.order(deed, scope);
-        // What follows the last step of a round is another.
-        self.1 += u64::from(deed.phase().is_last());
-        self.ask(&request)
-    }
-
-    pub(super) fn order(&self, deed: impl Into<Deed>, scope: &Scope) -> Request {
-        let order = deed.into().order(scope);
-        Request::Phase(TakePhase { round: self.1, alone: false, order, timeout_ms: 30_000 })
-    }
-
-    /// A step that succeeds.
-    pub(super) fn lead(&mut self, deed: impl Into<Deed>, scope: &Scope) {
-        let deed = deed.into();
-        let reply = self.phase_of(deed, scope);
-        assert!(matches!(reply, Reply::PhaseDone(..)), "{deed:?}: {reply:?}");
-    }
-
-    /// Behind its shut gate.
-    fn step(&mut self, order: u64, calls: Calls) -> Activity {
-        let step = StepOrder { order, limits: None, calls };
-        let request = StepOn { round: ROUND, step, wait_ms: 30_000, ..StepOn::default() };
-        let reply = self.ask(&Request::Step(request));
-        let Reply::Activity(activity) = reply else { panic!("{reply:?}") };
-        *activity
-    }
-
-    /// A step that fails.
-    fn fail(&mut self, phase: Phase, scope: &Scope) {
-        let reply = self.phase_of(phase, scope);
-        assert!(matches!(reply, Reply::Failed(_)), "{phase:?}: {reply:?}");
-    }
-}
 
 fn kv() -> Scope {
     Scope::Tags { tags: TagNames::Named(["kv".to_owned()].into()), owner: None }

@@ -2,10 +2,10 @@
 
 use std::os::fd::OwnedFd;
 
-use super::cuts::SOON;
 use super::*;
 use sublet_protocol::run_dir::RunDir;
 use sublet_protocol::wire::Action;
+use sublet_stage::job::SOON;
 
 /// Eight stages of one process.
 const WINDOW: u64 = GIB / 8;
