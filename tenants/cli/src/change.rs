@@ -418,6 +418,7 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
         timeout,
         interrupt: Some(interrupt.clone()),
         checkpointer: Some(checkpointer()),
+        room: Some(tenants::keep::room),
         ..Options::default()
     }
 }

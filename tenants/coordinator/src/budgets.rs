@@ -9,7 +9,7 @@ use vmm_pool::driver::DeviceUuid;
 use super::cast::Everybody;
 use super::conversation::Next;
 use super::figures::GpuBudget;
-use super::report::MemberFailure;
+use super::report::{MemberFailure, Step};
 use super::{Coordinator, Trouble};
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::identity::TenantName;
@@ -116,10 +116,10 @@ impl Coordinator {
     pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, Trouble> {
         let dir = self.dir()?;
         // A tenant without a process gets no file.
-        drop(self.connect_all(&dir)?);
+        drop(self.connect_to(&dir, Step::Stats)?);
         let file = BudgetFile::edit(&dir)?;
         // Once the file is there, a process that joins finds it.
-        let Everybody { mut peers, mut failures } = self.connect_all(&dir)?;
+        let Everybody { mut peers, mut failures } = self.connect_to(&dir, Step::Stats)?;
         let members = peers.all();
         peers.converse(&members, self.inquiry(Count), |_, _, said| {
             failures.extend(said.err());

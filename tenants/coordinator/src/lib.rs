@@ -26,12 +26,9 @@ mod needs;
 mod options;
 mod overlap;
 mod peers;
-mod prepare;
 mod report;
 mod round;
-mod saving;
 mod session;
-mod spilling;
 mod stepping;
 mod swap;
 mod trouble;
@@ -41,29 +38,28 @@ use std::time::{Duration, Instant};
 pub use budgets::BudgetReport;
 pub use figures::{DeviceShortage, GpuBudget, Holder};
 pub use interrupt::Interrupt;
-pub use prepare::{PrepareReport, PreparedProcess};
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
-    PhaseSummary, Report, StageSummary, Step, Swap, TenantStats, Who, staying,
+    PhaseSummary, Question, Report, StageSummary, Step, Swap, TenantStats, Who, staying,
 };
 
 pub use needs::{DeviceNeed, Holdings};
 use needs::{Gives, name_holders};
-pub use options::{Depth, LostImports, Meanwhile, Options, TakesPart};
-pub use saving::{SaveReport, SaveState};
+pub use options::{Depth, LostImports, MakesRoom, Meanwhile, Options, TakesPart};
 pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
 
-use cast::Everybody;
-use conversation::Inquiry;
+pub use agreement::moving_time;
+pub use cast::Everybody;
+pub use conversation::{Inquiry, Next};
 use guards::{ON_REFUSAL, Refused, Tries};
+pub use peers::Peers;
 use session::Session;
-use spilling::Room;
 
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use sublet_protocol::time::millis;
-use sublet_protocol::wire::Action;
+use sublet_protocol::wire::{Action, Hello};
 
 /// The length of one wait for the lock, before the interrupt is looked at.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
@@ -135,13 +131,33 @@ impl Coordinator {
         Holdings::of_all(&[self]).remove(0).stats
     }
 
-    /// Everybody, for a question outside of pauses and resumes.
-    fn connect_all(&self, dir: &TenantDir) -> Result<Everybody, Trouble> {
-        Everybody::connect(dir, Step::Stats, Instant::now() + self.options.contact_timeout)
+    /// Its options.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Everybody that says who it is, for questions outside of pauses and resumes.
+    ///
+    /// # Errors
+    /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn greeted(&self, dir: &TenantDir) -> Result<Everybody, Trouble> {
+        let mut all = self.connect_to(dir, Step::Hello)?;
+        let members = all.peers.all();
+        let Everybody { peers, failures } = &mut all;
+        peers.converse(&members, self.inquiry(Hello), |peers, index, said| {
+            failures.extend(said.and_then(|info| peers.introduce(index, info)).err());
+            Next::Done
+        });
+        Ok(all)
+    }
+
+    /// Everybody, for `step` outside of pauses and resumes.
+    fn connect_to(&self, dir: &TenantDir, step: Step) -> Result<Everybody, Trouble> {
+        Everybody::connect(dir, step, Instant::now() + self.options.contact_timeout)
     }
 
     /// `question`, to be answered within the time that the options give for a contact, or until they call it off.
-    fn inquiry<Q>(&self, question: Q) -> Inquiry<'_, Q> {
+    pub fn inquiry<Q>(&self, question: Q) -> Inquiry<'_, Q> {
         Inquiry::of(question, self.options.contact_timeout, self.options.interrupt.as_ref())
     }
 
@@ -170,8 +186,11 @@ impl Coordinator {
         error
     }
 
-    /// Takes the tenant's lock, unless that is called off.
-    fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, Trouble> {
+    /// Takes the tenant's lock for `action`, unless that is called off. Blocks as long as the options give it.
+    ///
+    /// # Errors
+    /// [`Trouble::CalledOff`], [`Trouble::RunDir`].
+    pub fn lock(&self, dir: &TenantDir, action: Action) -> Result<CoordinatorLock, Trouble> {
         let started = Instant::now();
         let deadline = started + self.options.lock_timeout;
         let alone = self.options.takes_part != TakesPart::Everybody;
@@ -213,7 +232,11 @@ impl Coordinator {
         Ok(())
     }
 
-    fn dir(&self) -> Result<TenantDir, Trouble> {
+    /// The tenant's directory.
+    ///
+    /// # Errors
+    /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
+    pub fn dir(&self) -> Result<TenantDir, Trouble> {
         match self.run_dir.existing_tenant(&self.tenant)? {
             Some(dir) => Ok(dir),
             None => Err(Trouble::NoSuchTenant {
@@ -262,7 +285,7 @@ fn attempt<T>(
     let mut tries = Tries::default();
     loop {
         let error = match once(&tries, progress) {
-            Ok(done) => return Ok((done, tries.room.as_ref().map_or_else(Vec::new, Room::notes))),
+            Ok(done) => return Ok((done, tries.room.map_or_else(Vec::new, |room| room.notes()))),
             Err(error) => error,
         };
         let about = |held: &&&Held<'_>| error.is_about(&held.coordinator.tenant);

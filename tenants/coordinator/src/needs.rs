@@ -45,7 +45,7 @@ impl Coordinator {
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
     pub fn needs(&self, all_devices: bool) -> Result<BTreeMap<String, DeviceNeed>, Trouble> {
-        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let Everybody { mut peers, .. } = self.connect_to(&self.dir()?, Step::Stats)?;
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
         let question =
             Needs { scope: self.options.scope.clone(), timeout_ms: millis(timeout), all_devices };
@@ -70,7 +70,7 @@ impl Coordinator {
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
     pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, Trouble> {
-        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let Everybody { mut peers, .. } = self.connect_to(&self.dir()?, Step::Stats)?;
         let (mut all, members) = (Vec::new(), peers.all());
         peers.converse(&members, self.inquiry(LookIdle { quiet_us }), |_, _, said| {
             all.extend(said.ok());

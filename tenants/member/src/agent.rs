@@ -19,16 +19,17 @@ use vmm_pool::threads::text_of;
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::executor::{self, Done, Job, NOBODY, Work};
 use super::failures::PID;
+use super::keeping::not_kept;
 use super::neighbours::Given;
 use super::sharing::HandedOut;
 use super::signals::Wakeups;
 use super::{AGENT_TIMEOUT, Member};
 use sublet_protocol::transport::{Listener, TransportError, poll_until};
 use sublet_protocol::wire::{
-    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStep, LookIdle, Needs, Order,
-    Phase, Reply, Request, TakePhase, Withdraw,
+    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, LookIdle, Needs, Order, Phase,
+    Reply, Request, TakePhase, Withdraw,
 };
-use sublet_protocol::{descriptors::Reserve, host_memory::Pressure, run_dir::NAME_LOOK_EVERY};
+use sublet_protocol::{descriptors::Reserve, run_dir::NAME_LOOK_EVERY};
 
 /// No request waits longer than this, whatever it says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
@@ -61,7 +62,6 @@ struct Agent<D: Driver> {
     /// No connection is accepted before.
     accept_after: Option<Instant>,
     waiters: Vec<Waiter>,
-    pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
     /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
@@ -91,7 +91,6 @@ pub(super) fn spawn<D: Driver>(
         clients: Clients::default(),
         accept_after: None,
         waiters: Vec::new(),
-        pressure: Pressure::default(),
         jobs,
         done,
         due: Instant::now(),
@@ -158,14 +157,7 @@ impl<D: Driver> Agent<D> {
         if self.jobs.is_empty() && self.member.pool.holdings().has_watched_tickets() {
             self.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
         }
-        if self.member.pool.host_memory().holds_idle_memory()
-            && self.pressure.look(&(self.member.config().host_figures)()).is_some()
-        {
-            self.member.prefault.give_back();
-        }
-        if let Some(most_bytes) = self.member.config().prepares_up_to {
-            self.member.prefault.look(most_bytes);
-        }
+        self.member.keeping.iter().for_each(|keeping| Arc::clone(keeping).look());
         self.member.pool.yield_to_budgets();
         // A coordinator holds a lock that went with the directory: another one must not find us meanwhile.
         if self.leading().is_some() {
@@ -358,15 +350,9 @@ impl<D: Driver> Agent<D> {
                 self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
             }
             Request::Host(step) => {
-                let prefault = &self.member.prefault;
-                match step {
-                    HostStep::Need | HostStep::Look => {}
-                    HostStep::Begin => prefault.begin(),
-                    HostStep::CallOff => prefault.call_off(),
-                }
-                let is_need = step == HostStep::Need;
-                let said = if is_need { prefault.need() } else { prefault.progress() };
-                self.answer(number, &Reply::Host(Box::new(said)));
+                let said = self.member.keeping.clone().map(|keeping| keeping.host(step));
+                let said = said.map(|said| Reply::Host(Box::new(said)));
+                self.answer(number, &said.unwrap_or_else(|| Reply::Failed(not_kept())));
             }
             Request::Count => self.submit(number, Work::Count, AGENT_TIMEOUT),
             Request::Idle(LookIdle { quiet_us }) => {

@@ -19,7 +19,7 @@ use tenants::coordinator::{Coordinator, Event, Options};
 use tenants::identity::{MemberId, TenantName};
 use tenants::references::References;
 use tenants::run_dir::RunDir;
-use tenants::saving::map::SaveAccount;
+use tenants::saving::SaveAccount;
 use tenants::stepping::{Activity, StepOrder};
 use tenants::transport::frame::encode;
 use tenants::transport::{Connection, Listener, TransportError, poll_until};

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tenants::coordinator::{Coordinator, Options};
 use tenants::cut::{CommunicatorId, Increment, Lane, Rank, Series};
+use tenants::keep;
 use tenants::member::{Member, MemberConfig};
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
@@ -57,6 +58,24 @@ impl Job {
 
     /// As [`Job::new`], with the configuration of each rank changed first.
     pub fn with(ranks: u32, change: impl Fn(u32, &mut MemberConfig)) -> Self {
+        Self::joined(ranks, change, |config, driver| Member::join(config, driver).unwrap())
+    }
+
+    /// As [`Job::with`], of processes that do with saved contents and host memory what `settings` say.
+    pub fn keeping(
+        ranks: u32,
+        settings: keep::Settings,
+        change: impl Fn(u32, &mut MemberConfig),
+    ) -> Self {
+        let join = |config, driver| keep::join(config, settings, driver).unwrap();
+        Self::joined(ranks, change, join)
+    }
+
+    fn joined(
+        ranks: u32,
+        change: impl Fn(u32, &mut MemberConfig),
+        join: impl Fn(MemberConfig, Arc<SimDriver>) -> Arc<SimMember>,
+    ) -> Self {
         let base = tempfile::tempdir().unwrap();
         let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
         let members = (0..ranks).map(|rank| {
@@ -65,7 +84,7 @@ impl Job {
                 MemberConfig::new(run_dir.clone(), tenant("train"), "python train.py", "0.1.0");
             change(rank, &mut config);
             let driver = SimDriver::new(node, SimOptions::default());
-            let member = Member::join(config, Arc::new(driver)).unwrap();
+            let member = join(config, Arc::new(driver));
             member.cut().add_rank(Rank { communicator: WORLD, rank, ranks });
             member
         });

@@ -9,9 +9,7 @@ mod gone;
 mod nameless;
 mod panics;
 mod rounds;
-mod saving;
 mod settling;
-mod spilling;
 mod swaps;
 mod termination;
 

@@ -290,6 +290,7 @@ fn act(
         window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
         checkpointer,
+        room: Some(tenants::keep::room),
         ..Options::default()
     };
     let coordinator = |tenant: &TenantName, scope: &Scope| {

@@ -4,16 +4,18 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex};
+use std::time::Instant;
 
+use sublet_keep::Settings;
+use sublet_stage::fake::quiet;
+use sublet_stage::job::{Job, Line, SOON, patient, until};
 use sublet_stage::memory;
+use tenants::coordinator::Outcome;
+use tenants::host_memory::HostLimit;
+use tenants::saving::DirName;
+use tenants::wire::{FailureKind, Reply, Request, SaveStage, SaveStep, SpillProgress, SpillStep};
 use vmm_pool::driver::{DeviceOrdinal, Driver as _};
 use vmm_pool::{Class, Contents};
-
-use super::*;
-use sublet_protocol::host_memory::HostLimit;
-use sublet_protocol::saving::DirName;
-use sublet_protocol::wire::{SaveStage, SaveStep, SpillProgress, SpillStep};
-use sublet_stage::job::{Job, Line, SOON, patient, until};
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 /// More than a save writes at a time.
@@ -22,10 +24,8 @@ const ALL: SpillStep = SpillStep { most_bytes: u64::MAX };
 
 /// A paused process that may move its contents to a file in `dir`.
 fn paused_in(dir: &Path, host_limits: fn() -> Vec<HostLimit>) -> Job {
-    let job = Job::with(1, |_, config| {
-        config.spills = true;
-        config.host_limits = host_limits;
-    });
+    let settings = Settings { spills: Some(|_| true), ..Settings::default() };
+    let job = Job::keeping(1, settings, |_, config| config.host_limits = host_limits);
     let pool = job.members[0].pool();
     pool.host_memory().set_file_dir(dir.to_owned());
     pool.driver().make_current(DEVICE).unwrap();
@@ -33,8 +33,14 @@ fn paused_in(dir: &Path, host_limits: fn() -> Vec<HostLimit>) -> Job {
     let handle = memory::create(pool, DEVICE, UNITS, class);
     let range = memory::map(pool, handle, UNITS, DEVICE);
     memory::write(pool.driver(), DEVICE, range, 7);
-    report(job.coordinator(patient()).pause(&mut quiet).unwrap());
+    let paused = job.coordinator(patient()).pause(&mut quiet).unwrap();
+    assert!(matches!(paused, Outcome::Completed(_)), "{paused:?}");
     job
+}
+
+fn comes_back(job: &Job) {
+    let resumed = job.coordinator(patient()).resume(&mut quiet).unwrap();
+    assert!(matches!(resumed, Outcome::Completed(_)), "{resumed:?}");
 }
 
 fn spilled(reply: Reply) -> SpillProgress {
@@ -79,7 +85,7 @@ fn a_step_whose_asker_has_hung_up_moves_nothing() {
     assert_eq!(left_bytes(&job), all_bytes);
     let mut asker = Line::to(&job.members[0]);
     assert_eq!(spilled(asker.ask(&Request::Spill(ALL))).left_bytes, 0);
-    report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    comes_back(&job);
 }
 
 #[test]
@@ -108,5 +114,5 @@ fn a_step_ends_the_writing_of_a_save() {
     let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
     assert_eq!(failure.kind, FailureKind::WrongState, "{failure}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing half written");
-    report(job.coordinator(patient()).resume(&mut quiet).unwrap());
+    comes_back(&job);
 }

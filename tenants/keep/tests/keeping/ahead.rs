@@ -1,16 +1,15 @@
 //! Host memory ahead of a pause, where the machine is short of it and where the driver refuses.
 
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use sublet_keep::{PrepareReport, Settings};
 use sublet_stage::{Place, Process, memory};
-use tenants::coordinator::{Coordinator, Options, PrepareReport};
+use tenants::coordinator::{Coordinator, Options};
 use tenants::host_memory::{HostFigure, LimitKind};
 use tenants::identity::TenantName;
-use tenants::member::{Member, MemberConfig};
+use tenants::member::MemberConfig;
 use tenants::wire::HostStage;
 use vmm_pool::driver::sim::{FaultSpan, SimOptions};
 use vmm_pool::driver::{DeviceOrdinal, Driver as _, DriverCode, DriverOp, VaRange};
@@ -25,17 +24,16 @@ const LIMIT: Duration = Duration::from_mins(5);
 
 /// A process that keeps something, and its memory.
 fn process(place: &Place, host_figures: fn() -> Vec<HostFigure>) -> (Process, VaRange) {
-    let member = join(place, |config| config.host_figures = host_figures);
+    let member = join(place, Settings { host_figures: Some(host_figures), ..Settings::default() });
     let range = keep(&member, 2);
     (member, range)
 }
 
-/// A process that has no memory yet, set up by `change`.
-fn join(place: &Place, change: impl FnOnce(&mut MemberConfig)) -> Process {
+/// A process that has no memory yet.
+fn join(place: &Place, settings: Settings) -> Process {
     let tenant = TenantName::new("train").unwrap();
-    let mut config = MemberConfig::new(place.run_dir().clone(), tenant, "python train.py", "0.1.0");
-    change(&mut config);
-    Member::join(config, Arc::new(place.driver(SimOptions::default()))).unwrap()
+    let config = MemberConfig::new(place.run_dir().clone(), tenant, "python train.py", "0.1.0");
+    sublet_keep::join(config, settings, Arc::new(place.driver(SimOptions::default()))).unwrap()
 }
 
 /// Memory of `units` that a pause saves.
@@ -56,7 +54,7 @@ fn coordinator(place: &Place) -> Coordinator {
 }
 
 fn prepare(place: &Place) -> PrepareReport {
-    coordinator(place).prepare(None, &mut |_| {}).unwrap()
+    sublet_keep::prepare(&coordinator(place), None, &mut |_| {}).unwrap()
 }
 
 fn held_bytes(member: &Process) -> u64 {
@@ -148,10 +146,8 @@ fn a_thread_that_panics_ends_it_with_a_reason_and_the_next_request_has_another()
 #[test]
 fn who_asks_while_a_process_prepares_by_itself_up_to_its_bound_waits_for_the_rest() {
     let place = Place::new(&[512 << 20]).unwrap();
-    let member = join(&place, |config| {
-        config.host_figures = || machine(TOTAL);
-        config.prepares_up_to = Some(CHUNK);
-    });
+    let settings = Settings { prepares_up_to: Some(CHUNK), ..Settings::default() };
+    let member = join(&place, Settings { host_figures: Some(|| machine(TOTAL)), ..settings });
     let faults = member.pool().driver().faults();
     let its_own = faults.hold(DriverOp::HostRegister);
     let range = keep(&member, CHUNK / memory::UNIT + 1);
@@ -160,7 +156,7 @@ fn who_asks_while_a_process_prepares_by_itself_up_to_its_bound_waits_for_the_res
     let report = std::thread::scope(|scope| {
         let asker = scope.spawn(|| {
             let mut progress = |_: &[_]| tell.send(()).unwrap();
-            coordinator(&place).prepare(None, &mut progress).unwrap()
+            sublet_keep::prepare(&coordinator(&place), None, &mut progress).unwrap()
         });
         is_asked.recv_timeout(LIMIT).unwrap();
         let asked_for = faults.hold(DriverOp::HostRegister);

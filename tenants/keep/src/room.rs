@@ -13,15 +13,13 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::agreement::moving_time;
-use super::cast::Everybody;
-use super::conversation::{Inquiry, Next};
-use super::peers::Peers;
-use super::report::{Event, Step};
-use super::{Coordinator, Trouble};
-use sublet_protocol::host_memory::LimitKind;
+use sublet_coordinator::{
+    Coordinator, Event, Everybody, Inquiry, MakesRoom, Next, Options, Peers, Step, Trouble,
+    moving_time,
+};
+use sublet_protocol::host_memory::{HostShortage, LimitKind};
 use sublet_protocol::identity::TenantName;
-use sublet_protocol::run_dir::pause_thread;
+use sublet_protocol::run_dir::{RunDir, pause_thread};
 use sublet_protocol::size::Size;
 use sublet_protocol::wire::{SpillProgress, SpillStep};
 
@@ -40,15 +38,61 @@ const BETWEEN_STEPS: Duration = Duration::from_millis(60);
 
 /// The room that was made for one pause.
 #[derive(Debug, Default)]
-pub(super) struct Room {
+struct Room {
     tries: u32,
     /// By tenant, in bytes of host memory.
     given: BTreeMap<TenantName, u64>,
 }
 
-impl Room {
-    /// For the report of the pause.
-    pub(super) fn notes(&self) -> Vec<String> {
+/// Nothing yet, for [`Options::room`].
+pub fn room() -> Box<dyn MakesRoom> {
+    Box::<Room>::default()
+}
+
+impl MakesRoom for Room {
+    /// Those first that have been paused for longest.
+    fn make(
+        &mut self,
+        run_dir: &RunDir,
+        tenant: &TenantName,
+        options: &Options,
+        short: &HostShortage,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> bool {
+        self.tries += 1;
+        if self.tries > TRIES_MAX || options.is_called_off() {
+            return false;
+        }
+        // What is given back is host memory of which a tenth stays free.
+        let asked = short.missing_bytes().div_ceil(9).saturating_mul(10);
+        let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + moving_time(asked));
+        let names = run_dir.live_tenants().unwrap_or_default();
+        let others = names.into_iter().filter(|name| name != tenant).filter_map(|name| {
+            let other = Other(Coordinator::new(run_dir.clone(), name, options.clone()));
+            let willing = other.willing(&short.kind).ok()?.1;
+            // As long as the one of them that has changed last.
+            Some((willing.values().map(|said| said.rests_ms).min()?, other))
+        });
+        let mut others: Vec<_> = others.collect();
+        others.sort_by_key(|(rests_ms, _)| std::cmp::Reverse(*rests_ms));
+        for (_, other) in others {
+            if missing == 0 || options.is_called_off() || Instant::now() >= until {
+                break;
+            }
+            let tenant = other.0.tenant();
+            match other.spill(&short.kind, missing, until, progress) {
+                Ok(0) => {}
+                Ok(given) => {
+                    missing = missing.saturating_sub(given);
+                    *self.given.entry(tenant.clone()).or_default() += given;
+                }
+                Err(error) => tracing::info!(%error, %tenant, "no room was made there"),
+            }
+        }
+        missing < asked
+    }
+
+    fn notes(&self) -> Vec<String> {
         let note = |(tenant, bytes): (&TenantName, &u64)| {
             format!(
                 "host memory was short, so saved contents of tenant '{tenant}' went to its file and {} were given back: its \
@@ -63,59 +107,14 @@ impl Room {
 /// Processes of a tenant that have something to move where that helps, with what they have said.
 type Willing = BTreeMap<usize, SpillProgress>;
 
-impl Coordinator {
-    /// Has tenants that are paused give host memory back, those first that have been so for longest, where that is what a
-    /// pause lacks. True when some was given, and the same pause may succeed now.
-    pub(super) fn makes_room(
-        &self,
-        room: &mut Option<Room>,
-        error: &Trouble,
-        progress: &mut dyn FnMut(Event<'_>),
-    ) -> bool {
-        let short = error.host_short().filter(|short| short.kind != LimitKind::Configured);
-        // Everybody runs again, and others may have room to give. Applications that wait in a call of their own were told that
-        // it has failed.
-        let may_help = error.left_unchanged() && self.options.consent.is_none();
-        let Some(short) = short.filter(|_| may_help) else { return false };
-        let room = room.get_or_insert_default();
-        room.tries += 1;
-        if room.tries > TRIES_MAX || self.options.is_called_off() {
-            return false;
-        }
-        // What is given back is host memory of which a tenth stays free.
-        let asked = short.missing_bytes().div_ceil(9).saturating_mul(10);
-        let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + moving_time(asked));
-        let names = self.run_dir.live_tenants().unwrap_or_default();
-        let others = names.into_iter().filter(|name| *name != self.tenant).filter_map(|tenant| {
-            let other = Self::new(self.run_dir.clone(), tenant, self.options.clone());
-            let willing = other.willing(&short.kind).ok()?.1;
-            // As long as the one of them that has changed last.
-            Some((willing.values().map(|said| said.rests_ms).min()?, other))
-        });
-        let mut others: Vec<_> = others.collect();
-        others.sort_by_key(|(rests_ms, _)| std::cmp::Reverse(*rests_ms));
-        for (_, other) in others {
-            if missing == 0 || self.options.is_called_off() || Instant::now() >= until {
-                break;
-            }
-            match other.spill(&short.kind, missing, until, progress) {
-                Ok(0) => {}
-                Ok(given) => {
-                    missing = missing.saturating_sub(given);
-                    *room.given.entry(other.tenant).or_default() += given;
-                }
-                Err(error) => {
-                    tracing::info!(%error, tenant = %other.tenant, "no room was made there");
-                }
-            }
-        }
-        missing < asked
-    }
+/// A tenant that may make room.
+struct Other(Coordinator);
 
+impl Other {
     /// Connects to the processes of this tenant, and asks what they have to move where `kind` is short.
     fn willing(&self, kind: &LimitKind) -> Result<(Peers, Willing), Trouble> {
         let until = Instant::now() + ASK_TIMEOUT;
-        let mut all = Everybody::connect(&self.dir()?, Step::Spill, until)?;
+        let mut all = Everybody::connect(&self.0.dir()?, Step::Spill, until)?;
         let members = all.peers.all();
         let willing = self.step_of(&mut all.peers, &members, kind, (0, ASK_TIMEOUT)).1;
         Ok((all.peers, willing))
@@ -130,14 +129,14 @@ impl Coordinator {
         until: Instant,
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Result<u64, Trouble> {
-        let dir = self.dir()?;
+        let dir = self.0.dir()?;
         let mut lock = Some(dir.lock(Instant::now())?);
         let began = Instant::now();
         let (mut peers, mut willing) = self.willing(kind)?;
-        let (tenant, step, members) = (&self.tenant, Step::Spill, peers.all().len());
+        let (tenant, step, members) = (self.0.tenant(), Step::Spill, peers.all().len());
         progress(Event::StepStarted { tenant, step, members });
         let mut given = 0;
-        while given < missing && !self.options.is_called_off() && Instant::now() < until {
+        while given < missing && !self.0.options().is_called_off() && Instant::now() < until {
             let Some((index, _)) = willing.pop_first() else { break };
             if lock.is_none() {
                 pause_thread(BETWEEN_STEPS);
@@ -148,7 +147,7 @@ impl Coordinator {
             let (bytes, more) = self.step_of(&mut peers, &[index], kind, much);
             given += bytes;
             willing.extend(more);
-            if self.options.is_called_off() {
+            if self.0.options().is_called_off() {
                 // Hanging up ends a step that is under way, and the next to have the lock waits for no more of it.
                 drop(peers);
                 break;
@@ -169,7 +168,8 @@ impl Coordinator {
         (most_bytes, timeout): (u64, Duration),
     ) -> (u64, Willing) {
         let (mut given_bytes, mut willing) = (0, Willing::new());
-        let step = Inquiry::of(SpillStep { most_bytes }, timeout, self.options.interrupt.as_ref());
+        let step =
+            Inquiry::of(SpillStep { most_bytes }, timeout, self.0.options().interrupt.as_ref());
         peers.converse(members, step, |_, index, said| {
             match said {
                 Ok(said) => {

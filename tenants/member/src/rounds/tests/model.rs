@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::super::progress::Outlook;
-use super::{Admission, OfRound, PAST_MAX, Rounds, Said, Verdict, known};
+use crate::progress::Outlook;
+use crate::rounds::{Admission, OfRound, PAST_MAX, Rounds, Said, Verdict, known};
 use sublet_protocol::phase::Stage;
 use sublet_protocol::wire::RoundEnd;
 

@@ -7,7 +7,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use vmm_pool::Contents;
 
-use crate::state::MemberState;
+use sublet_protocol::saving::SaveAccount;
+use sublet_protocol::wire::{MemberInfo, MemberState};
 
 /// The name of the format, by which a map says what it is.
 pub const FORMAT: &str = "sublet-save";
@@ -50,6 +51,13 @@ pub struct ProcessName {
     pub state: MemberState,
 }
 
+impl From<&MemberInfo> for ProcessName {
+    fn from(info: &MemberInfo) -> Self {
+        let (member, command) = (info.id.to_string(), info.command.clone());
+        Self { pid: info.pid, member, command, state: info.state }
+    }
+}
+
 /// One process that has written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -74,20 +82,6 @@ pub struct FailedProcess {
     pub member: String,
     /// Why.
     pub why: String,
-}
-
-/// The memory of one process, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct SaveAccount {
-    /// Saved contents.
-    pub saved_bytes: u64,
-    /// Own memory that is away and whose contents nobody has: discarded, or unused.
-    pub not_kept_bytes: u64,
-    /// Own memory that is where it belongs, on its device or the host, and is not saved.
-    pub in_place_bytes: u64,
-    /// Memory of other processes.
-    pub imported_bytes: u64,
 }
 
 /// The map of one process.

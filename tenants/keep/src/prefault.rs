@@ -14,12 +14,14 @@ use vmm_pool::driver::{Driver, DriverOp};
 use vmm_pool::sync::lock;
 use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, threads};
 
-use super::failures::{PID, pool_failure};
-use super::presence::Presence;
+use crate::desk::Worker;
+use crate::pressure::Pressure;
+use crate::settings::Settings;
+use sublet_member::{Desk, JoinError, Keeping, Member, MemberConfig, PID, Presence, pool_failure};
 use sublet_protocol::host_memory::{HostFigure, HostNeed, LimitKind};
 use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::time::micros;
-use sublet_protocol::wire::{Failure, FailureKind, HostProgress, HostStage};
+use sublet_protocol::wire::{Failure, FailureKind, HostProgress, HostStage, HostStep};
 
 /// When it has come to an end before all was there, a process that prepares by itself tries again after this long.
 const AGAIN_AFTER: Duration = Duration::from_mins(1);
@@ -32,9 +34,10 @@ const NICE: i32 = 19;
 
 /// See the head of this module.
 #[derive(Debug)]
-pub(super) struct Prefault<D: Driver> {
+struct Prefault<D: Driver> {
     pool: Arc<Pool<D>>,
     presence: Arc<Presence>,
+    settings: Settings,
     state: Mutex<State>,
 }
 
@@ -45,6 +48,7 @@ struct State {
     gives_back: bool,
     progress: HostProgress,
     calm: Calm,
+    pressure: Pressure,
 }
 
 /// The host memory that is being brought in.
@@ -61,19 +65,70 @@ struct Calm {
     not_before: Option<Instant>,
 }
 
-impl<D: Driver> Prefault<D> {
-    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>) -> Self {
-        Self { pool, presence, state: Mutex::default() }
+/// Joins the tenant, as [`Member::join`] does, with all that this crate does.
+///
+/// # Errors
+/// [`JoinError`]; nothing is left behind.
+pub fn join<D: Driver>(
+    config: MemberConfig,
+    settings: Settings,
+    driver: Arc<D>,
+) -> Result<Arc<Member<D>>, JoinError> {
+    Member::join_with(config, driver, |pool, presence| {
+        Some(Arc::new(Prefault { pool, presence, settings, state: Mutex::default() }))
+    })
+}
+
+impl<D: Driver> Keeping<D> for Prefault<D> {
+    fn host(self: Arc<Self>, step: HostStep) -> HostProgress {
+        match step {
+            HostStep::Need => return self.need(),
+            HostStep::Look => {}
+            HostStep::Begin => self.bring_in(u64::MAX),
+            // At the next chunk.
+            HostStep::CallOff => {
+                lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
+            }
+        }
+        self.progress()
     }
 
+    /// Gives idle memory back where the machine is short of it, and begins without a request where as much has been missing for
+    /// a while.
+    fn look(self: Arc<Self>) {
+        if self.pool.host_memory().holds_idle_memory() {
+            let figures = self.figures();
+            let is_short = lock(&self.state).pressure.look(&figures).is_some();
+            if is_short {
+                self.give_back();
+            }
+        }
+        let Some(most_bytes) = self.settings.prepares_up_to else { return };
+        let may_begin = self.pool.gate().is_open() && !self.pool.copies().is_given_back();
+        let standing = self.pool.host_memory().standing();
+        if lock(&self.state).calm.is_due(standing, most_bytes) && may_begin {
+            self.bring_in(most_bytes);
+        }
+    }
+
+    fn end(&self) {
+        self.pool.host_memory().stop(END_TIMEOUT);
+    }
+
+    fn desk(&self, member: &Arc<Member<D>>) -> Box<dyn Desk> {
+        Box::new(Worker { member: Arc::clone(member), settings: self.settings, saving: None })
+    }
+}
+
+impl<D: Driver> Prefault<D> {
     /// Returns the progress so far. Waits for nothing.
-    pub(super) fn progress(&self) -> HostProgress {
+    fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
         HostProgress { held_bytes, wanted_bytes, ..lock(&self.state).progress.clone() }
     }
 
     /// Returns the progress, with the need for memory that is missing and the limits on it.
-    pub(super) fn need(&self) -> HostProgress {
+    fn need(&self) -> HostProgress {
         let progress = self.progress();
         let HostProgress { held_bytes, wanted_bytes, .. } = progress;
         let grow_bytes = wanted_bytes.saturating_sub(held_bytes);
@@ -89,25 +144,7 @@ impl<D: Driver> Prefault<D> {
         HostProgress { need: Some(need), ..progress }
     }
 
-    /// Has all host memory of the next pause brought in.
-    pub(super) fn begin(self: &Arc<Self>) {
-        self.bring_in(u64::MAX);
-    }
-
-    /// Ends what has begun, at the next chunk.
-    pub(super) fn call_off(&self) {
-        lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
-    }
-
-    /// Begins without a request, where as much has been missing for a while. To be called every now and then.
-    pub(super) fn look(self: &Arc<Self>, most_bytes: u64) {
-        let may_begin = self.pool.gate().is_open() && !self.pool.copies().is_given_back();
-        let standing = self.pool.host_memory().standing();
-        if lock(&self.state).calm.is_due(standing, most_bytes) && may_begin {
-            self.bring_in(most_bytes);
-        }
-    }
-
+    /// Has host memory of the next pause brought in, up to so much.
     fn bring_in(self: &Arc<Self>, most_bytes: u64) {
         {
             let mut state = lock(&self.state);
@@ -125,7 +162,7 @@ impl<D: Driver> Prefault<D> {
     }
 
     /// Has idle host memory given back, as long as the machine is short.
-    pub(super) fn give_back(self: &Arc<Self>) {
+    fn give_back(self: &Arc<Self>) {
         if !std::mem::replace(&mut lock(&self.state).gives_back, true) {
             self.spawn(Self::give_idle_memory_back);
         }
@@ -158,11 +195,6 @@ impl<D: Driver> Prefault<D> {
         let mut state = lock(&self.state);
         (state.goal, state.gives_back) = (None, false);
         state.progress.stage = HostStage::Stopped(failure);
-    }
-
-    /// The process ends: waits a bounded time for the driver call that is under way.
-    pub(super) fn end(&self) {
-        self.pool.host_memory().stop(END_TIMEOUT);
     }
 
     /// Brings in one chunk of what is missing, as far as it may. False when that was the last.
@@ -203,14 +235,17 @@ impl<D: Driver> Prefault<D> {
         false
     }
 
+    fn figures(&self) -> Vec<HostFigure> {
+        self.settings.host_figures.map_or_else(Vec::new, |figures| figures())
+    }
+
     /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
     fn room(&self, held_bytes: u64) -> Option<(u64, LimitKind)> {
-        let config = self.presence.config();
-        let limits = (config.host_limits)().into_iter();
+        let limits = (self.presence.config().host_limits)().into_iter();
         let configured = limits.filter(|limit| limit.kind == LimitKind::Configured);
         // It is the whole tenant's, and another process may need as much.
         let share = configured.map(|limit| (limit.bytes / self.presence.members(), limit.kind));
-        let figures = (config.host_figures)().into_iter().map(|figure: HostFigure| {
+        let figures = self.figures().into_iter().map(|figure: HostFigure| {
             (held_bytes.saturating_add(figure.spare_bytes()), figure.kind)
         });
         share.chain(figures).min_by_key(|(most_bytes, _)| *most_bytes)
@@ -225,7 +260,7 @@ impl<D: Driver> Prefault<D> {
                 0
             });
             given_bytes += given;
-            let figures = (self.presence.config().host_figures)();
+            let figures = self.figures();
             if given == 0 || figures.iter().all(|figure| figure.spare_bytes() > 0) {
                 break;
             }

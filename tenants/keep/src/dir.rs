@@ -13,63 +13,20 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::statvfs::fstatvfs;
 use nix::unistd::geteuid;
-use serde::{Deserialize, Serialize};
 use vmm_pool::check_file_length;
 
-use super::map::TENANT_MAP;
+use crate::map::TENANT_MAP;
+use sublet_protocol::saving::{DirName, SaveDirError};
 
 /// The beginning of the names of a process's files.
-pub const FILE_PREFIX: &str = "process-";
+pub(super) const FILE_PREFIX: &str = "process-";
 
 /// The end of the name of a file that is not whole yet.
 pub const PART_SUFFIX: &str = ".part";
 
-/// A directory, as one process names it to another.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DirName {
-    /// Its path, absolute, in bytes.
-    pub path: Vec<u8>,
-    /// The filesystem that it is on, as the namer sees it.
-    pub device: u64,
-    /// Its number there.
-    pub inode: u64,
-}
-
-/// Why a directory cannot be used.
-#[expect(missing_docs, reason = "messages name what the fields are")]
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SaveDirError {
-    /// The system refused.
-    #[error("{operation} {} failed", path.display())]
-    Io {
-        operation: &'static str,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    /// Something is in it.
-    #[error("{} is not empty: give an empty or a new directory", path.display())]
-    NotEmpty { path: PathBuf },
-    /// Others could read or replace what is written there.
-    #[error("{} {problem}", path.display())]
-    NotPrivate {
-        path: PathBuf,
-        /// The problem, and what to do.
-        problem: String,
-    },
-    /// The path leads elsewhere here.
-    #[error(
-        "{} is another directory for this process than for the one that asks: they see different filesystems, as \
-         in containers; name one that both see",
-        path.display()
-    )]
-    Elsewhere { path: PathBuf },
-}
-
 /// The open directory.
 #[derive(Debug)]
-pub struct SaveDir {
+pub(super) struct SaveDir {
     dir: File,
     path: PathBuf,
     /// Was it made for this?
@@ -78,10 +35,7 @@ pub struct SaveDir {
 
 impl SaveDir {
     /// The directory at `path`, which is made when it is not there. It must be empty.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn prepare(path: &Path) -> Result<Self, SaveDirError> {
+    pub(super) fn prepare(path: &Path) -> Result<Self, SaveDirError> {
         let failed =
             |operation, source| SaveDirError::Io { operation, path: path.to_owned(), source };
         let path = std::path::absolute(path).map_err(|source| failed("using", source))?;
@@ -99,10 +53,7 @@ impl SaveDir {
     }
 
     /// The directory that another process has named.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn open(name: &DirName) -> Result<Self, SaveDirError> {
+    pub(super) fn open(name: &DirName) -> Result<Self, SaveDirError> {
         let path = PathBuf::from(OsStr::from_bytes(&name.path));
         if !path.is_absolute() {
             let source = ErrorKind::InvalidInput.into();
@@ -135,15 +86,12 @@ impl SaveDir {
     }
 
     /// The path of the directory.
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
     /// For [`SaveDir::open`].
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn name(&self) -> Result<DirName, SaveDirError> {
+    pub(super) fn name(&self) -> Result<DirName, SaveDirError> {
         let status = self.status()?;
         let path = self.path.clone().into_os_string().into_vec();
         Ok(DirName { path, device: status.dev(), inode: status.ino() })
@@ -154,10 +102,7 @@ impl SaveDir {
     }
 
     /// Bytes that its filesystem has free.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn free_bytes(&self) -> Result<u64, SaveDirError> {
+    pub(super) fn free_bytes(&self) -> Result<u64, SaveDirError> {
         let space = fstatvfs(&self.dir);
         let space = space.map_err(|errno| self.failed("looking at", "", errno.into()))?;
         Ok(space.blocks_available().saturating_mul(space.fragment_size()))
@@ -169,10 +114,7 @@ impl SaveDir {
     }
 
     /// The names of all that is in it.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn names(&self) -> Result<Vec<OsString>, SaveDirError> {
+    pub(super) fn names(&self) -> Result<Vec<OsString>, SaveDirError> {
         let entries = fs::read_dir(self.inside("")).and_then(|entries| {
             entries.map(|entry| entry.map(|entry| entry.file_name())).collect()
         });
@@ -180,10 +122,7 @@ impl SaveDir {
     }
 
     /// A new file that will be called `name` once it is whole.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn create_part(&self, name: &str) -> Result<File, SaveDirError> {
+    pub(super) fn create_part(&self, name: &str) -> Result<File, SaveDirError> {
         let mut new = OpenOptions::new();
         let made = new.read(true).write(true).create_new(true).mode(0o600);
         let made = made.open(self.inside(part_of(name)));
@@ -191,10 +130,7 @@ impl SaveDir {
     }
 
     /// The file that was made for `name` is whole.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn finish_part(&self, name: &str) -> Result<(), SaveDirError> {
+    pub(super) fn finish_part(&self, name: &str) -> Result<(), SaveDirError> {
         let named = fs::rename(self.inside(part_of(name)), self.inside(name));
         let named = named.and_then(|()| match self.dir.sync_all() {
             // Some filesystems have nothing to do for a directory.
@@ -207,10 +143,7 @@ impl SaveDir {
     }
 
     /// Writes a small file as a whole.
-    ///
-    /// # Errors
-    /// [`SaveDirError`].
-    pub fn write_whole(&self, name: &str, bytes: &[u8]) -> Result<(), SaveDirError> {
+    pub(super) fn write_whole(&self, name: &str, bytes: &[u8]) -> Result<(), SaveDirError> {
         let failed = |source| self.failed("writing", name, source);
         check_file_length(bytes.len() as u64).map_err(failed)?;
         let mut file = self.create_part(name)?;
@@ -219,7 +152,7 @@ impl SaveDir {
     }
 
     /// Removes those of our files in it whose names `choose` picks.
-    pub fn remove_all(&self, choose: impl Fn(&str) -> bool) {
+    pub(super) fn remove_all(&self, choose: impl Fn(&str) -> bool) {
         let names = self.names().unwrap_or_default();
         let ours = |name: &&str| name.starts_with(FILE_PREFIX) || name.starts_with(TENANT_MAP);
         let names = names.iter().filter_map(|name| name.to_str()).filter(ours);
@@ -231,7 +164,7 @@ impl SaveDir {
     }
 
     /// Nothing is to be kept: removes all that we have put into it, and itself when it was made for this.
-    pub fn undo(&self) {
+    pub(super) fn undo(&self) {
         self.remove_all(|_| true);
         if self.is_new
             && let Err(error) = fs::remove_dir(&self.path)

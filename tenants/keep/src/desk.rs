@@ -2,20 +2,22 @@
 //! step of a pause or resume comes between; one that does ends it. One that stands paused gives host memory to others in the same way:
 //! its saved contents go to a file of its own.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{Contents, Holding, HoldingSource, Pool, PoolError, Spilled, Stance, WriteOut};
 
-use super::Executor;
-use crate::failures::{PID, pool_failure, wrong_state};
-use sublet_protocol::identity::{MemberId, TenantName};
-use sublet_protocol::saving::dir::{FILE_PREFIX, SaveDir};
-use sublet_protocol::saving::map::{
-    DeviceName, FORMAT, ImportedAllocation, MappedAt, Part, ProcessMap, ProcessName, SaveAccount,
+use crate::dir::{FILE_PREFIX, SaveDir};
+use crate::map::{
+    DeviceName, FORMAT, ImportedAllocation, MappedAt, Part, ProcessMap, ProcessName,
     SavedAllocation, VERSION, WhyNot, rest_of,
 };
+use crate::settings::Settings;
+use sublet_member::{Desk, Member, PID, pool_failure};
+use sublet_protocol::identity::{MemberId, TenantName};
+use sublet_protocol::saving::SaveAccount;
 use sublet_protocol::time::millis;
 use sublet_protocol::wire::{
     Failure, FailureKind, MemberState, Reply, SaveProgress, SaveStage, SaveStep, SpillProgress,
@@ -24,6 +26,14 @@ use sublet_protocol::wire::{
 
 /// No step takes longer, but for the last piece that it writes.
 const STEP_MAX: Duration = Duration::from_secs(10);
+
+/// The part of a member's worker.
+#[derive(Debug)]
+pub(super) struct Worker<D: Driver> {
+    pub(super) member: Arc<Member<D>>,
+    pub(super) settings: Settings,
+    pub(super) saving: Option<Saving>,
+}
 
 /// Files that are being written. Dropping it removes what is not whole.
 #[derive(Debug)]
@@ -48,9 +58,8 @@ impl Drop for Saving {
     }
 }
 
-impl<D: Driver> Executor<D> {
-    /// Does one step for `connection`, and answers for it.
-    pub(super) fn run_save(&mut self, connection: u64, step: SaveStep) -> Reply {
+impl<D: Driver> Desk for Worker<D> {
+    fn save(&mut self, connection: u64, step: SaveStep) -> Reply {
         let outcome = match step {
             SaveStep::Begin { dir } => {
                 let dir = SaveDir::open(&dir).map_err(Failure::from);
@@ -61,7 +70,7 @@ impl<D: Driver> Executor<D> {
                 self.write_on(connection, until)
             }
             SaveStep::CallOff => {
-                self.end_save(connection);
+                self.close(connection);
                 let (account, stage) = (SaveAccount::default(), SaveStage::CalledOff);
                 Ok(SaveProgress { account, written_bytes: 0, stage })
             }
@@ -69,18 +78,56 @@ impl<D: Driver> Executor<D> {
         outcome.map_or_else(
             |failure| {
                 tracing::error!("{failure}");
-                self.end_save(connection);
+                self.close(connection);
                 Reply::Failed(failure)
             },
             |progress| Reply::Saving(Box::new(progress)),
         )
     }
 
-    /// Ends what `connection` has requested, if it is under way.
-    pub(super) fn end_save(&mut self, connection: u64) {
-        self.saving.take_if(|saving| saving.connection == connection);
+    fn spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Result<Reply, Failure> {
+        // It moves what is being written. A question moves nothing.
+        if step.most_bytes > 0 {
+            self.stop();
+        }
+        let (member, host) = (&self.member, self.member.pool().host_memory());
+        let (state, rests) = member.lifecycle().since();
+        let (rests_ms, limits) = (millis(rests), (member.config().host_limits)());
+        let may_move = state == MemberState::Paused
+            && self.settings.spills.is_some_and(|may| may(&host.file_dir()));
+        let spilled = if !may_move {
+            Ok(Spilled::default())
+        } else if step.most_bytes == 0 {
+            Ok(Spilled { left_bytes: host.movable_bytes(), ..Spilled::default() })
+        } else {
+            let is_called_off = || is_called_off.load(Ordering::Relaxed);
+            host.spill(step.most_bytes, Instant::now() + SpillStep::TIME_MAX, &is_called_off)
+        };
+        let spilled = spilled.map_err(|error| {
+            let failure = pool_failure(&error);
+            member.notes().add(format!(
+                "saved contents were to go to a file to make room, and stay in host memory: {failure}"
+            ));
+            failure
+        })?;
+        let Spilled { moved_bytes, given_back_bytes, left_bytes } = spilled;
+        if moved_bytes > 0 {
+            tracing::info!(moved_bytes, given_back_bytes, left_bytes, "contents moved to a file");
+        }
+        let progress = SpillProgress { left_bytes, given_back_bytes, rests_ms, limits };
+        Ok(Reply::Spilled(Box::new(progress)))
     }
 
+    fn stop(&mut self) {
+        self.saving = None;
+    }
+
+    fn close(&mut self, connection: u64) {
+        self.saving.take_if(|saving| saving.connection == connection);
+    }
+}
+
+impl<D: Driver> Worker<D> {
     fn begin_save(&mut self, connection: u64, dir: SaveDir) -> SaveProgress {
         // The asking process holds the tenant's lock, so one that began before has lost it, and has ended.
         self.saving = None;
@@ -88,7 +135,7 @@ impl<D: Driver> Executor<D> {
         // Where not all is away, the rest is as the work behind the last whole pause has left it.
         let runs = info.state == MemberState::Active || info.stands_without.is_some();
         let standing = if runs { Stance::Runs } else { Stance::StandsStill };
-        let holdings = self.pool.holdings().inventory(standing);
+        let holdings = self.member.pool().holdings().inventory(standing);
         let account = account_of(&holdings);
         if runs && account.saved_bytes + account.not_kept_bytes == 0 {
             return SaveProgress { account, written_bytes: 0, stage: SaveStage::Nothing };
@@ -102,12 +149,12 @@ impl<D: Driver> Executor<D> {
     fn write_on(&mut self, connection: u64, until: Instant) -> Result<SaveProgress, Failure> {
         let of_asker = self.saving.as_mut().filter(|saving| saving.connection == connection);
         let Some(saving) = of_asker else {
-            return Err(wrong_state(format!(
+            return Err(FailureKind::WrongState.because(format!(
                 "process {PID} is not writing its saved contents to files any more: a pause, a resume or another save \
                  has begun meanwhile; try again"
             )));
         };
-        let stage = saving.write_on(&self.pool, self.member.presence.tenant(), until)?;
+        let stage = saving.write_on(self.member.pool(), self.member.presence().tenant(), until)?;
         let written_bytes = saving.out.as_ref().map_or(0, WriteOut::written_bytes);
         let progress = SaveProgress { account: saving.account, written_bytes, stage };
         self.saving.take_if(|saving| saving.is_whole);
@@ -241,49 +288,4 @@ fn account_of(holdings: &[Holding]) -> SaveAccount {
         *kind += holding.size_bytes - saved_bytes;
     }
     account
-}
-
-impl<D: Driver> Executor<D> {
-    /// Does one step, unless nobody waits for it any more, and answers for it.
-    pub(super) fn run_spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Reply {
-        let (config, host) = (self.member.config(), self.pool.host_memory());
-        let (state, rests) = self.lifecycle.since();
-        let (rests_ms, limits) = (millis(rests), (config.host_limits)());
-        let may_move = config.spills
-            && state == MemberState::Paused
-            && !(config.is_in_memory)(&host.file_dir());
-        let spilled = if !may_move {
-            Ok(Spilled::default())
-        } else if step.most_bytes == 0 {
-            Ok(Spilled { left_bytes: host.movable_bytes(), ..Spilled::default() })
-        } else {
-            let is_called_off = || is_called_off.load(Ordering::Relaxed);
-            host.spill(step.most_bytes, Instant::now() + SpillStep::TIME_MAX, &is_called_off)
-        };
-        match spilled {
-            Ok(Spilled { moved_bytes, given_back_bytes, left_bytes }) => {
-                if moved_bytes > 0 {
-                    tracing::info!(
-                        moved_bytes,
-                        given_back_bytes,
-                        left_bytes,
-                        "contents moved to a file"
-                    );
-                }
-                Reply::Spilled(Box::new(SpillProgress {
-                    left_bytes,
-                    given_back_bytes,
-                    rests_ms,
-                    limits,
-                }))
-            }
-            Err(error) => {
-                let failure = pool_failure(&error);
-                self.member.notes.add(format!(
-                    "saved contents were to go to a file to make room, and stay in host memory: {failure}"
-                ));
-                self.refuse(failure)
-            }
-        }
-    }
 }
