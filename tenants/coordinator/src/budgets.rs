@@ -8,9 +8,10 @@ use vmm_pool::driver::DeviceUuid;
 
 use super::cast::Everybody;
 use super::conversation::Next;
+use super::coordinator::Coordinator;
 use super::figures::GpuBudget;
 use super::report::{MemberFailure, Step};
-use super::{Coordinator, Trouble};
+use super::trouble::Trouble;
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::{BudgetFile, RunDirError, TenantDir};
@@ -134,11 +135,7 @@ impl Coordinator {
         file: &BudgetFile,
         failures: Vec<MemberFailure>,
     ) -> Result<BudgetReport, Trouble> {
-        Ok(BudgetReport {
-            tenant: self.tenant.to_string(),
-            budgets: file.budgets()?,
-            gpus: of_file(file),
-            failures,
-        })
+        let (tenant, budgets, gpus) = (self.tenant.to_string(), file.budgets()?, of_file(file));
+        Ok(BudgetReport { tenant, budgets, gpus, failures })
     }
 }

@@ -9,13 +9,13 @@
 
 use std::time::Instant;
 
+use super::coordinator::{Coordinator, Held};
 use super::lending::{self, Patience};
 use super::needs::refuse_shortage;
 use super::options::MakesRoom;
 use super::report::{Event, MemberFailure};
 use super::session::Session;
-use super::trouble::Stop;
-use super::{Coordinator, Held, Trouble};
+use super::trouble::{Stop, Trouble};
 use sublet_protocol::host_memory::LimitKind;
 use sublet_protocol::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
 use sublet_protocol::wire::{Action, FailureKind};
@@ -102,8 +102,7 @@ fn makes_room(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
     // it has failed.
     let may_help = refused.error.left_unchanged() && options.consent.is_none();
     let (Some(short), Some(room), true) = (short, options.room, may_help) else { return false };
-    let room = tries.room.get_or_insert_with(room);
-    room.make(run_dir, tenant, options, short, refused.progress)
+    tries.room.get_or_insert_with(room).make(run_dir, tenant, options, short, refused.progress)
 }
 
 /// Is there time for one more try, if a pause was refused only because other tenants have memory open?

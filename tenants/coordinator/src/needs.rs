@@ -7,12 +7,15 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::ClassBytes;
 
+use super::budgets;
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
+use super::coordinator::Coordinator;
 use super::figures::{DeviceShortage, Holder};
+use super::options::Options;
 use super::peers::{Peers, gone};
 use super::report::{MemberFailure, Step, TenantStats};
-use super::{Coordinator, Options, Trouble, budgets};
+use super::trouble::Trouble;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::RunDir;
 use sublet_protocol::scope::Scope;
@@ -271,17 +274,22 @@ impl Holdings {
 }
 
 impl Coordinator {
+    /// Returns what every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
+    /// sockets are removed. Members that do not answer are listed, not an error.
+    ///
+    /// # Errors
+    /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn stats(&self) -> Result<TenantStats, Trouble> {
+        Holdings::of_all(&[self]).remove(0).stats
+    }
+
     /// Asks all that can answer.
     fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
-        match self.try_ask_stats(began) {
-            Ok((peers, stats, is_silent)) => {
-                (peers, Holdings { stats: Ok(stats), is_silent, is_overdue: false })
-            }
-            Err(error) => (
-                Peers::default(),
-                Holdings { stats: Err(error), is_silent: false, is_overdue: false },
-            ),
-        }
+        let (peers, stats, is_silent) = match self.try_ask_stats(began) {
+            Ok((peers, stats, is_silent)) => (peers, Ok(stats), is_silent),
+            Err(error) => (Peers::default(), Err(error), false),
+        };
+        (peers, Holdings { stats, is_silent, is_overdue: false })
     }
 
     fn try_ask_stats(&self, began: Instant) -> Result<(Peers, TenantStats, bool), Trouble> {
@@ -291,12 +299,8 @@ impl Coordinator {
         dir.remove_stale()?;
         let Everybody { mut peers, failures } = connected?;
         let mut is_silent = !failures.is_empty();
-        let mut stats = TenantStats {
-            tenant: self.tenant.to_string(),
-            members: Vec::new(),
-            budgets: budgets::of_dir(&dir)?,
-            failures,
-        };
+        let (tenant, budgets) = (self.tenant.to_string(), budgets::of_dir(&dir)?);
+        let mut stats = TenantStats { tenant, members: Vec::new(), budgets, failures };
         for index in peers.all() {
             let who = peers.who(index);
             if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {
