@@ -24,6 +24,7 @@ use tenants::coordinator::{
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
+use tenants::keep;
 use tenants::member::{AskingThread, Member};
 use tenants::requests;
 use tenants::run_dir::RunDir;
@@ -149,7 +150,7 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
         }
         Command::Prepare(Wait { tenant, wait_ms }) => {
             let until = Instant::now() + millis(wait_ms);
-            let report = asker.coordinator(tenant)?.prepare(Some(until), &mut |_| {})?;
+            let report = keep::prepare(&asker.coordinator(tenant)?, Some(until), &mut |_| {})?;
             with_completeness(&report, report.is_complete())
         }
         Command::Swap { tenant: from, out_tags, to, in_tags, timeout_ms } => {
@@ -162,6 +163,7 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
             let half = |tenant, tags: Tags| {
                 let scope = scope_of((!tags.is_empty()).then_some(tags));
                 let options = Options { timeout, scope, meanwhile, ..Options::default() };
+                let options = Options { room: Some(keep::room), ..options };
                 Coordinator::new(run_dir.clone(), tenant, options)
             };
             let swap = swap(&mut half(from, out_tags), &mut half(to, in_tags), &mut |_| {})?;

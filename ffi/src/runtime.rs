@@ -26,6 +26,7 @@ use tenants::checkpoints::Checkpointer;
 use tenants::error_text::chain;
 use tenants::host_memory::{self, HostFigure, HostLimit};
 use tenants::identity::{FamilyName, TenantName};
+use tenants::keep;
 use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
 use tenants::run_dir::{self, RunDir, RunDirError};
@@ -286,10 +287,6 @@ fn try_join() -> Result<Arc<Member>, String> {
         command: command_line(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host_limits,
-        host_figures,
-        prepares_up_to: settings.prepares_up_to,
-        spills: settings.spills,
-        is_in_memory: host_memory::is_in_memory,
         node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: contexts::own,
         captures: Arc::clone(captures().counts()),
@@ -304,8 +301,12 @@ fn try_join() -> Result<Arc<Member>, String> {
         gpu_index: environment::gpu_index,
         device_bytes,
     };
-    let member =
-        tenants::member::Member::join(config, Arc::new(driver)).map_err(|error| chain(&error))?;
+    let keeps = keep::Settings {
+        host_figures: Some(host_figures),
+        prepares_up_to: settings.prepares_up_to,
+        spills: settings.spills.then_some(|dir| !keep::is_in_memory(dir)),
+    };
+    let member = keep::join(config, keeps, Arc::new(driver)).map_err(|error| chain(&error))?;
     set_up(&member, settings);
     Ok(member)
 }

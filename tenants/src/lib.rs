@@ -7,6 +7,7 @@ pub mod requests;
 pub mod settings;
 
 pub use sublet_coordinator as coordinator;
+pub use sublet_keep as keep;
 pub use sublet_member as member;
 pub use sublet_protocol::{
     budget, checkpoints, class, code, cut, descriptors, error_text, family, host_memory, identity,

@@ -7,6 +7,7 @@ use vmm_pool::driver::Driver;
 
 use crate::coordinator::{Coordinator, Options, Outcome, TakesPart, Trouble};
 use crate::identity::TenantName;
+use crate::keep;
 use crate::member::{Member, Waited};
 use crate::run_dir::{RunDir, RunDirError};
 use crate::scope::{Scope, TagNames};
@@ -135,6 +136,7 @@ pub fn act(
     action: Action,
     options: Options,
 ) -> Result<Outcome, Trouble> {
+    let options = Options { room: Some(keep::room), ..options };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     match action {
         Action::Pause => coordinator.pause(&mut |_| {}),

@@ -18,8 +18,7 @@ use tenants::cut::{
 use tenants::host_memory::{HostLimit, HostNeed, LimitKind};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 use tenants::references::{Partner, References, Stay};
-use tenants::saving::DirName;
-use tenants::saving::map::SaveAccount;
+use tenants::saving::{DirName, SaveAccount};
 use tenants::scope::{Scope, TagNames};
 use tenants::stepping::{Activity, Calls, HeldCall, StepOrder};
 use tenants::ticket::{HEAD, Ticket};

@@ -335,12 +335,12 @@ fn a_save_that_is_called_off_half_way_leaves_nothing() -> Outcome {
     stage.pause("train")?;
     let (interrupt, raise) = Interrupt::new()?;
     let options = Options { interrupt: Some(interrupt), ..Options::default() };
-    let mut coordinator =
-        Coordinator::new(stage.run_dir().clone(), TenantName::new("train")?, options);
+    let coordinator = Coordinator::new(stage.run_dir().clone(), TenantName::new("train")?, options);
     let dir = place(&stage, "saved");
     let mut told = Ok(0);
     // As Ctrl-C does it, when all have been asked to write and none has answered.
-    let saved = coordinator.save(&dir, &mut |_| told = nix::unistd::write(&raise, &[1]));
+    let saved =
+        tenants::keep::save(&coordinator, &dir, &mut |_| told = nix::unistd::write(&raise, &[1]));
     told?;
     assert!(matches!(saved, Err(Told::NotSaved { .. })), "{saved:?}");
     assert!(!dir.exists());

@@ -86,9 +86,9 @@ impl<const MACHINE: usize> World<MACHINE> {
 
     /// One that may move its contents to a file in `dir`, if there is one.
     fn tenant(&self, name: &str, dir: Option<&Path>) -> TestOutcome<Tenant> {
-        let process = self.place.join_with(name, SimOptions::default(), |config| {
+        let process = self.place.join_keeping(name, SimOptions::default(), |config, keeps| {
             config.host_limits = limits::<MACHINE>;
-            config.spills = dir.is_some();
+            keeps.spills = dir.is_some().then_some(|_| true);
         })?;
         let pool = process.pool();
         if let Some(dir) = dir {
@@ -110,7 +110,8 @@ impl<const MACHINE: usize> World<MACHINE> {
 
     fn coordinator(&self, tenant: &Tenant) -> Coordinator {
         let run_dir = self.place.run_dir().clone();
-        Coordinator::new(run_dir, tenant.name.clone(), Options::default())
+        let options = Options { room: Some(tenants::keep::room), ..Options::default() };
+        Coordinator::new(run_dir, tenant.name.clone(), options)
     }
 
     fn pause(&self, tenant: &Tenant) -> Result<Outcome, Told> {

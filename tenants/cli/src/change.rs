@@ -414,6 +414,7 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
         timeout,
         interrupt: Some(interrupt.clone()),
         contexts: Some(sublet_deep::contexts(checkpointer())),
+        room: Some(tenants::keep::room),
         ..Options::default()
     }
 }

@@ -4,8 +4,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use comfy_table::Table;
-use tenants::coordinator::{Coordinator, Options, PrepareReport, PreparedProcess};
+use tenants::coordinator::{Coordinator, Options};
 use tenants::identity::TenantName;
+use tenants::keep::{self, PrepareReport, PreparedProcess};
 use tenants::run_dir::RunDir;
 use tenants::wire::{HostProgress, HostStage};
 
@@ -22,11 +23,12 @@ pub(crate) fn prepare(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
-    let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
+    let coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let until = args.no_wait.then(Instant::now);
     let result = {
         let progress = Progress::start(args.show, run_dir);
-        coordinator.prepare(until, &mut |processes| progress.say(line_of(&args.tenant, processes)))
+        let mut say = |processes: &[_]| progress.say(line_of(&args.tenant, processes));
+        keep::prepare(&coordinator, until, &mut say)
     };
     let report = result?;
     if args.show.json {

@@ -3,10 +3,12 @@
 use std::process::ExitCode;
 
 use comfy_table::Table;
-use tenants::coordinator::{Coordinator, Options, SaveReport, SaveState};
+use tenants::coordinator::{Coordinator, Options};
 use tenants::identity::TenantName;
+use tenants::keep::map::{SavedProcess, TENANT_MAP};
+use tenants::keep::{self, SaveReport, SaveState};
 use tenants::run_dir::RunDir;
-use tenants::saving::map::{SaveAccount, SavedProcess, TENANT_MAP};
+use tenants::saving::SaveAccount;
 
 use crate::args::SaveArgs;
 use crate::failure::{EXIT_PARTIAL, Failure};
@@ -21,10 +23,11 @@ pub(crate) fn save(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     let options = Options { interrupt: Some(signals::watch()?), ..Options::default() };
-    let mut coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
+    let coordinator = Coordinator::new(run_dir.clone(), args.tenant.clone(), options);
     let result = {
         let progress = Progress::start(args.show, run_dir);
-        coordinator.save(&args.dir, &mut |states| progress.say(line_of(&args.tenant, states)))
+        let mut say = |states: &[_]| progress.say(line_of(&args.tenant, states));
+        keep::save(&coordinator, &args.dir, &mut say)
     };
     let report = result?;
     if args.show.json {
@@ -107,7 +110,7 @@ fn remarks(report: &SaveReport, output: &mut Output) {
 mod tests {
     use tenants::coordinator::Who;
     use tenants::identity::MemberId;
-    use tenants::saving::map::{FailedProcess, ProcessName, TenantMap};
+    use tenants::keep::map::{FailedProcess, ProcessName, TenantMap};
     use tenants::wire::MemberState;
 
     use super::*;

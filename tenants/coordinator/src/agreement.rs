@@ -151,7 +151,7 @@ const GROWTH_SHARE: u64 = 16;
 const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
 /// Returns the time that `bytes` take to move at the slowest.
-pub(super) fn moving_time(bytes: u64) -> Duration {
+pub fn moving_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }
 

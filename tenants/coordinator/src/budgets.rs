@@ -8,9 +8,10 @@ use vmm_pool::driver::DeviceUuid;
 
 use super::cast::Everybody;
 use super::conversation::Next;
+use super::coordinator::Coordinator;
 use super::figures::GpuBudget;
-use super::report::MemberFailure;
-use super::{Coordinator, Trouble};
+use super::report::{MemberFailure, Step};
+use super::trouble::Trouble;
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::{BudgetFile, RunDirError, TenantDir};
@@ -116,10 +117,10 @@ impl Coordinator {
     pub fn change_budgets(&self, changes: &Budgets) -> Result<BudgetReport, Trouble> {
         let dir = self.dir()?;
         // A tenant without a process gets no file.
-        drop(self.connect_all(&dir)?);
+        drop(self.connect_to(&dir, Step::Stats)?);
         let file = BudgetFile::edit(&dir)?;
         // Once the file is there, a process that joins finds it.
-        let Everybody { mut peers, mut failures } = self.connect_all(&dir)?;
+        let Everybody { mut peers, mut failures } = self.connect_to(&dir, Step::Stats)?;
         let members = peers.all();
         peers.converse(&members, self.inquiry(Count), |_, _, said| {
             failures.extend(said.err());
@@ -134,11 +135,7 @@ impl Coordinator {
         file: &BudgetFile,
         failures: Vec<MemberFailure>,
     ) -> Result<BudgetReport, Trouble> {
-        Ok(BudgetReport {
-            tenant: self.tenant.to_string(),
-            budgets: file.budgets()?,
-            gpus: of_file(file),
-            failures,
-        })
+        let (tenant, budgets, gpus) = (self.tenant.to_string(), file.budgets()?, of_file(file));
+        Ok(BudgetReport { tenant, budgets, gpus, failures })
     }
 }

@@ -90,7 +90,7 @@ impl<'a> Cast<'a> {
 
     /// Asks every member who it is; those that turn out dead are left out. It can be called off: nothing has been done yet.
     fn greet(&mut self, action: Action) -> Result<(), Trouble> {
-        let timeout = self.options.greeting_timeout();
+        let timeout = self.options.timeout.unwrap_or_default().max(self.options.contact_timeout);
         let result = self.step(&Hello, &self.peers.all(), timeout, OnFailure::WaitForAll);
         if self.options.is_called_off() {
             // Some may not have answered yet, and would be left out.
@@ -275,11 +275,11 @@ impl fmt::Debug for Cast<'_> {
 
 /// All processes of a tenant, for a question that does not need all of them.
 #[derive(Debug, Default)]
-pub(super) struct Everybody {
+pub struct Everybody {
     /// Those that are there.
-    pub(super) peers: Peers,
+    pub peers: Peers,
     /// Those that could not be reached.
-    pub(super) failures: Vec<MemberFailure>,
+    pub failures: Vec<MemberFailure>,
 }
 
 impl Everybody {
@@ -288,7 +288,7 @@ impl Everybody {
     ///
     /// # Errors
     /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
-    pub(super) fn connect(dir: &TenantDir, step: Step, deadline: Instant) -> Result<Self, Trouble> {
+    pub fn connect(dir: &TenantDir, step: Step, deadline: Instant) -> Result<Self, Trouble> {
         let mut all = Self::default();
         for socket in dir.members()? {
             match reach(&socket, deadline) {
@@ -306,27 +306,8 @@ impl Everybody {
         Ok(all)
     }
 
-    /// The same, and asks each who it is. Those that do not say within `timeout`, or until `interrupt` is raised, have failed.
-    ///
-    /// # Errors
-    /// As [`Everybody::connect`].
-    pub(super) fn greeted(
-        dir: &TenantDir,
-        timeout: Duration,
-        interrupt: Option<&Interrupt>,
-    ) -> Result<Self, Trouble> {
-        let Self { mut peers, mut failures } =
-            Self::connect(dir, Step::Hello, Instant::now() + timeout)?;
-        let members = peers.all();
-        peers.converse(&members, Inquiry::of(Hello, timeout, interrupt), |peers, index, said| {
-            failures.extend(said.and_then(|info| peers.introduce(index, info)).err());
-            Next::Done
-        });
-        Ok(Self { peers, failures })
-    }
-
     /// Asks `members`, and hands what each says to `take`. Those that do not say it have failed.
-    pub(super) fn ask<Q: Question>(
+    pub fn ask<Q: Question>(
         &mut self,
         members: &[usize],
         inquiry: Inquiry<'_, Q>,

@@ -9,7 +9,8 @@ use super::peers::{Answer, Peers, Question};
 use super::report::MemberFailure;
 
 /// One question, the time to answer it, and what ends the wait early.
-pub(super) struct Inquiry<'a, Q> {
+#[derive(Debug)]
+pub struct Inquiry<'a, Q> {
     pub(super) question: Q,
     timeout: Duration,
     interrupt: Option<&'a Interrupt>,
@@ -17,13 +18,14 @@ pub(super) struct Inquiry<'a, Q> {
 
 impl<'a, Q> Inquiry<'a, Q> {
     /// `question`, to be answered within `timeout`, or until `interrupt` is raised.
-    pub(super) fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
+    pub fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
         Self { question, timeout, interrupt }
     }
 }
 
 /// The step that follows an answer.
-pub(super) enum Next<Q> {
+#[derive(Debug)]
+pub enum Next<Q> {
     /// Nothing more of this member.
     Done,
     /// Another question to it, with as much time.
@@ -44,7 +46,7 @@ pub(super) enum Wait {
 impl Peers {
     /// Asks `members`, and hands what each says to `take`, or why it says nothing, until all have answered or are overdue. An
     /// answer to a step that was given up on before is dropped. Without members it waits for those that were asked already.
-    pub(super) fn converse<Q: Question>(
+    pub fn converse<Q: Question>(
         &mut self,
         members: &[usize],
         inquiry: Inquiry<'_, Q>,

@@ -444,3 +444,6 @@ impl Exchange {
 fn left_of(report: &PhaseReport) -> impl Iterator<Item = &StageLeft> {
     report.stage.iter().flat_map(|stage| &stage.left)
 }
+
+#[cfg(test)]
+mod tests;

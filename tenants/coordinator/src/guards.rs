@@ -9,13 +9,14 @@
 
 use std::time::Instant;
 
+use super::coordinator::{Coordinator, Held};
 use super::lending::{self, Patience};
 use super::needs::refuse_shortage;
+use super::options::MakesRoom;
 use super::report::{Event, MemberFailure};
 use super::session::Session;
-use super::spilling::Room;
-use super::trouble::Stop;
-use super::{Held, Trouble};
+use super::trouble::{Stop, Trouble};
+use sublet_protocol::host_memory::LimitKind;
 use sublet_protocol::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
 use sublet_protocol::wire::{Action, FailureKind};
 
@@ -53,7 +54,7 @@ pub(super) struct Tries {
     joined: u32,
     /// Were nameless processes waited for?
     named: bool,
-    pub(super) room: Option<Room>,
+    pub(super) room: Option<Box<dyn MakesRoom>>,
 }
 
 impl Default for Tries {
@@ -79,9 +80,7 @@ pub(super) const ON_REFUSAL: [(&str, Help); 4] = [
         tries.joined += 1;
         matches!(refused.error, Trouble::Joined { .. }) && tries.joined < JOINED_TRIES_MAX
     }),
-    ("spilling", |tries, refused| {
-        refused.held.coordinator.makes_room(&mut tries.room, refused.error, refused.progress)
-    }),
+    ("spilling", makes_room),
     ("names", waits_for_names),
     ("lending", waits_for_borrowers),
 ];
@@ -93,6 +92,17 @@ const JOINED_TRIES_MAX: u32 = 8;
 fn lends(leg: &Session<'_>) -> bool {
     let asks = |index: &usize| leg.cast.shares(leg.round.scope(), *index);
     leg.round.action() == Action::Pause && leg.members.iter().any(asks)
+}
+
+/// Do others give host memory back, where that is what a pause lacks, so that the same pause may succeed now?
+fn makes_room(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
+    let Coordinator { run_dir, tenant, options } = refused.held.coordinator;
+    let short = refused.error.host_short().filter(|short| short.kind != LimitKind::Configured);
+    // Everybody runs again, and others may have room to give. Applications that wait in a call of their own were told that
+    // it has failed.
+    let may_help = refused.error.left_unchanged() && options.consent.is_none();
+    let (Some(short), Some(room), true) = (short, options.room, may_help) else { return false };
+    tries.room.get_or_insert_with(room).make(run_dir, tenant, options, short, refused.progress)
 }
 
 /// Is there time for one more try, if a pause was refused only because other tenants have memory open?

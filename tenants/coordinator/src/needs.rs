@@ -7,12 +7,15 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::{ClassBytes, DeviceReport};
 
+use super::budgets;
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
+use super::coordinator::Coordinator;
 use super::figures::{DeviceShortage, Holder, ProcessBytes};
+use super::options::Options;
 use super::peers::{Peers, gone};
 use super::report::{MemberFailure, Step, TenantStats};
-use super::{Coordinator, Options, Trouble, budgets};
+use super::trouble::Trouble;
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::run_dir::RunDir;
 use sublet_protocol::scope::Scope;
@@ -45,7 +48,7 @@ impl Coordinator {
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
     pub fn needs(&self, all_devices: bool) -> Result<BTreeMap<String, DeviceNeed>, Trouble> {
-        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let Everybody { mut peers, .. } = self.connect_to(&self.dir()?, Step::Stats)?;
         let timeout = self.options.timeout.unwrap_or(NEEDS_TIMEOUT);
         let question =
             Needs { scope: self.options.scope.clone(), timeout_ms: millis(timeout), all_devices };
@@ -70,7 +73,7 @@ impl Coordinator {
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
     pub fn look_idle(&self, quiet_us: u64) -> Result<Vec<Idleness>, Trouble> {
-        let Everybody { mut peers, .. } = self.connect_all(&self.dir()?)?;
+        let Everybody { mut peers, .. } = self.connect_to(&self.dir()?, Step::Stats)?;
         let (mut all, members) = (Vec::new(), peers.all());
         peers.converse(&members, self.inquiry(LookIdle { quiet_us }), |_, _, said| {
             all.extend(said.ok());
@@ -285,6 +288,15 @@ impl Holdings {
 }
 
 impl Coordinator {
+    /// Returns what every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
+    /// sockets are removed. Members that do not answer are listed, not an error.
+    ///
+    /// # Errors
+    /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn stats(&self) -> Result<TenantStats, Trouble> {
+        Holdings::of_all(&[self]).remove(0).stats
+    }
+
     /// Asks all that can answer.
     fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
         let (peers, stats, is_silent) = match self.try_ask_stats(began) {
@@ -301,12 +313,8 @@ impl Coordinator {
         dir.remove_stale()?;
         let Everybody { mut peers, failures } = connected?;
         let mut is_silent = !failures.is_empty();
-        let mut stats = TenantStats {
-            tenant: self.tenant.to_string(),
-            members: Vec::new(),
-            budgets: budgets::of_dir(&dir)?,
-            failures,
-        };
+        let (tenant, budgets) = (self.tenant.to_string(), budgets::of_dir(&dir)?);
+        let mut stats = TenantStats { tenant, members: Vec::new(), budgets, failures };
         for index in peers.all() {
             let who = peers.who(index);
             if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {

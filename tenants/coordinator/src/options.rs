@@ -1,13 +1,17 @@
 //! The options of a coordinator.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::contexts::Contexts;
 use super::interrupt::Interrupt;
-use sublet_protocol::run_dir::pause_thread;
+use super::report::Event;
+use sublet_protocol::host_memory::HostShortage;
+use sublet_protocol::identity::{MemberId, TenantName};
+use sublet_protocol::run_dir::{RunDir, pause_thread};
 use sublet_protocol::wire::Phase;
-use sublet_protocol::{identity::MemberId, phase::Stage, scope::Scope};
+use sublet_protocol::{phase::Stage, scope::Scope};
 
 /// The options of a coordinator: how long it waits and for what, and how it acts.
 #[derive(Clone, Debug)]
@@ -50,12 +54,31 @@ pub struct Options {
     pub is_deep: bool,
     /// The way to the processes' contexts, for a pause that takes them and for the way back. Without it both are refused.
     pub contexts: Option<Arc<dyn Contexts>>,
+    /// Makes the room in host memory for one pause that lacks it. Without it such a pause is refused.
+    pub room: Option<fn() -> Box<dyn MakesRoom>>,
     /// The memory that the action is about.
     pub scope: Scope,
     /// The members that take part.
     pub takes_part: TakesPart,
     /// The conduct of processes while a pause by tag lasts.
     pub meanwhile: Meanwhile,
+}
+
+/// Room in host memory for one pause that has none. It is made between two tries, when all processes of its tenant run again.
+pub trait MakesRoom: Debug {
+    /// Has other tenants than `tenant` give back what is `short`. True when some was given, and the same pause may succeed
+    /// now. Blocks for a bounded time.
+    fn make(
+        &mut self,
+        run_dir: &RunDir,
+        tenant: &TenantName,
+        options: &Options,
+        short: &HostShortage,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> bool;
+
+    /// An account of it, for the report of the pause.
+    fn notes(&self) -> Vec<String>;
 }
 
 /// The conduct of a tenant's processes while memory of theirs is away by tag.
@@ -110,6 +133,7 @@ impl Default for Options {
             window_bytes: None,
             is_deep: false,
             contexts: None,
+            room: None,
             scope: Scope::Whole,
             takes_part: TakesPart::Everybody,
             meanwhile: Meanwhile::RunOn,
@@ -136,20 +160,15 @@ impl Options {
     }
 
     /// Does somebody want it called off?
-    pub(super) fn is_called_off(&self) -> bool {
+    pub fn is_called_off(&self) -> bool {
         self.interrupt.as_ref().is_some_and(Interrupt::is_raised)
     }
 
     /// Waits for as long as `rest`, or until it is called off.
-    pub(super) fn rest(&self, rest: Duration) {
+    pub fn rest(&self, rest: Duration) {
         match &self.interrupt {
             Some(interrupt) => interrupt.wait(rest),
             None => pause_thread(rest),
         }
-    }
-
-    /// Returns the time that members may take to say who they are.
-    pub(super) fn greeting_timeout(&self) -> Duration {
-        self.timeout.unwrap_or_default().max(self.contact_timeout)
     }
 }

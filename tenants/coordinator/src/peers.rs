@@ -168,7 +168,7 @@ impl Peers {
     }
 
     /// The number of processes that had ended before they were spoken to.
-    pub(super) fn dead(&self) -> usize {
+    pub fn dead(&self) -> usize {
         self.dead
     }
 
@@ -183,7 +183,7 @@ impl Peers {
     }
 
     /// The greeting of a member.
-    pub(super) fn info(&self, index: usize) -> Option<&MemberInfo> {
+    pub fn info(&self, index: usize) -> Option<&MemberInfo> {
         self.list[index].info.as_ref()
     }
 
@@ -211,7 +211,7 @@ impl Peers {
     }
 
     /// The indexes of the members that have said who they are.
-    pub(super) fn greeted(&self) -> Vec<usize> {
+    pub fn greeted(&self) -> Vec<usize> {
         self.those(|_| true)
     }
 
@@ -248,7 +248,7 @@ impl Peers {
     }
 
     /// Tells those of `members` that can be told something that changes nothing more, and waits for their answers.
-    pub(super) fn tell<Q: Question>(&mut self, members: &[usize], news: Q, timeout: Duration) {
+    pub fn tell<Q: Question>(&mut self, members: &[usize], news: Q, timeout: Duration) {
         let up: Vec<usize> = members.iter().copied().filter(|index| self.is_up(*index)).collect();
         self.converse(&up, Inquiry::of(news, timeout, None), |_, _, said| {
             if let Err(failure) = said {
@@ -266,7 +266,7 @@ impl Peers {
         timeout: Duration,
     ) -> Result<(), MemberFailure> {
         let step = question.step();
-        if self.owes_nothing(index) {
+        if matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty()) {
             // What is here now answers no question; it must not be taken for the answer to this one.
             self.check_alive(index, step)?;
         }
@@ -413,10 +413,6 @@ impl Peers {
             Link::Up { owed, .. } => owed.iter().any(|owed| owed.step == step),
             Link::HungUp | Link::Broken => false,
         }
-    }
-
-    fn owes_nothing(&self, index: usize) -> bool {
-        matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty())
     }
 
     /// Is this member's connection up?

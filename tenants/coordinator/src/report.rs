@@ -544,7 +544,7 @@ pub struct Swap {
 }
 
 /// A question of the coordinator's, which is one of its steps.
-pub(super) trait Question: Ask + Clone {
+pub trait Question: Ask + Clone {
     /// Returns the step that the question is, for people.
     fn step(&self) -> Step;
 }

@@ -9,16 +9,17 @@ use super::agreement::Agreed;
 use super::cast::{Cast, OnFailure};
 use super::contexts::Contexts;
 use super::conversation::Wait;
+use super::coordinator::{Coordinator, Held};
 use super::cutting::Ranks;
-use super::guards::{self, Tries};
+use super::guards::{self, ON_REFUSAL, Refused, Tries};
 use super::lending::Loans;
-use super::needs::{needs, short_devices};
+use super::needs::{Gives, name_holders, needs, short_devices};
+use super::options::Options;
 use super::peers::{Peers, Question};
 use super::report::{Event, MemberFailure, Outcome, Report, Step};
 use super::round::Round;
 use super::stepping::Gated;
 use super::trouble::{Stop, Trouble};
-use super::{Held, Options};
 use sublet_protocol::run_dir::{CoordinatorLock, RunDirError};
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{
@@ -385,6 +386,106 @@ impl<'a> Session<'a> {
                  resume all the same"
                     .to_owned(),
             );
+        }
+    }
+}
+
+impl Coordinator {
+    /// Has all active processes of the tenant give their device memory back.
+    ///
+    /// Processes that are paused already stay so. Returns when the memory can be used by others.
+    ///
+    /// # Errors
+    /// [`Trouble`]; the tenant is then active as before, unless the error says otherwise.
+    pub fn pause(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
+        self.act(Action::Pause, progress)
+    }
+
+    /// Has the contexts of a tenant leave that stands paused, if that is the depth of the options. One that runs is left alone.
+    ///
+    /// # Errors
+    /// [`Trouble`]; the tenant is then paused as before.
+    pub fn deepen(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
+        let held = self.hold(Action::Pause)?;
+        let mut session = Session::open(&held, &self.options, Action::Pause, progress)?;
+        if !session.members.is_empty() {
+            return Ok(Outcome::AlreadyActive);
+        }
+        session.check_contexts()?;
+        Ok(session.rest())
+    }
+
+    /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
+    ///
+    /// # Errors
+    /// [`Trouble`]; the tenant is then paused as before, contents kept, unless the error says
+    /// otherwise. [`Trouble::missing_device_bytes`] tells when memory was short.
+    pub fn resume(&mut self, progress: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, Trouble> {
+        self.act(Action::Resume, progress)
+    }
+
+    fn act(
+        &mut self,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Trouble> {
+        let span = tracing::info_span!("tenant.act", tenant = %self.tenant, ?action);
+        let _entered = span.enter();
+        self.hold(action)?.act(action, progress)
+    }
+
+    /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
+    pub(super) fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
+        if let Trouble::Refused { shortages, .. } = &mut error {
+            name_holders(shortages, &self.tenant, &self.run_dir, gives);
+        }
+        error
+    }
+}
+
+impl Held<'_> {
+    /// Pauses or resumes it, with nobody on the other leg.
+    pub(super) fn act(
+        &self,
+        action: Action,
+        progress: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Trouble> {
+        let (mut outcome, notes) = attempt(&[self], progress, |tries, progress| {
+            let mut session = Session::open(self, &self.coordinator.options, action, progress)?;
+            session.check_contexts()?;
+            self.finish(session, tries)
+        })?;
+        outcome.note(notes);
+        Ok(outcome)
+    }
+
+    /// Takes its leg to the end.
+    pub(super) fn finish(&self, session: Session<'_>, tries: &Tries) -> Result<Outcome, Trouble> {
+        if session.members.is_empty() {
+            return Ok(session.rest());
+        }
+        session.run(tries).map_err(|error| self.coordinator.with_holders(error, None))
+    }
+}
+
+/// Tries `once` and again, as long as something helps the tenant that its error is about: one of `legs`. What came of it, and
+/// notes about what was done for that.
+pub(super) fn attempt<T>(
+    legs: &[&Held<'_>],
+    progress: &mut dyn FnMut(Event<'_>),
+    mut once: impl FnMut(&Tries, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,
+) -> Result<(T, Vec<String>), Trouble> {
+    let mut tries = Tries::default();
+    loop {
+        let error = match once(&tries, progress) {
+            Ok(done) => return Ok((done, tries.room.map_or_else(Vec::new, |room| room.notes()))),
+            Err(error) => error,
+        };
+        let about = |held: &&&Held<'_>| error.is_about(&held.coordinator.tenant);
+        let held = legs.iter().find(about).unwrap_or(&legs[0]);
+        let mut refused = Refused { held, error: &error, progress };
+        if !ON_REFUSAL.iter().any(|(_, helps)| helps(&mut tries, &mut refused)) {
+            return Err(error);
         }
     }
 }

@@ -12,15 +12,16 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::coordinator::{Coordinator, Held};
 use super::exchange::{Exchange, totals};
 use super::guards::Tries;
 use super::needs::{needs_of_each, resident_bytes, short_devices};
+use super::options::Options;
 use super::overlap::exchange;
 use super::report::{Event, MemberFailure, Outcome, Step, Swap};
 use super::round::refuse_standing;
-use super::session::Session;
-use super::trouble::Stop;
-use super::{Coordinator, Held, Options, Trouble, attempt};
+use super::session::{Session, attempt};
+use super::trouble::{Stop, Trouble};
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::wire::{Action, DeviceDelta, FailureKind, Phase};
 use sublet_protocol::{run_dir::pause_thread, scope::Scope, time::micros};
@@ -48,7 +49,12 @@ pub fn swap(
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Swap, Trouble> {
     let started = Instant::now();
-    to.check_alive()?;
+    // Is there a process to speak to?
+    let dir = to.dir()?;
+    let dead = dir.remove_stale()?;
+    if dir.members()?.is_empty() {
+        return Err(Trouble::NoProcess { tenant: to.tenant.clone(), dead });
+    }
     let (from, to) = lock_both(from, to)?;
     let (moved, notes) = attempt(&[&from, &to], progress, |tries, progress| {
         move_both(&from, &to, tries, started, progress)

@@ -19,16 +19,17 @@ use vmm_pool::threads::text_of;
 use super::clients::{CONNECTIONS_MAX, Clients, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX};
 use super::executor::{self, Done, Job, NOBODY, Work};
 use super::failures::PID;
+use super::keeping::not_kept;
 use super::neighbours::Given;
 use super::sharing::HandedOut;
 use super::signals::Wakeups;
 use super::{AGENT_TIMEOUT, Member};
 use sublet_protocol::transport::{Listener, TransportError, poll_until};
 use sublet_protocol::wire::{
-    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, HostStep, LookIdle, Needs, Order,
-    Phase, Reply, Request, TakePhase, Withdraw,
+    Action, AskLent, AwaitConsent, Failure, FailureKind, GiveUp, LookIdle, Needs, Order, Phase,
+    Reply, Request, TakePhase, Withdraw,
 };
-use sublet_protocol::{descriptors::Reserve, host_memory::Pressure, run_dir::NAME_LOOK_EVERY};
+use sublet_protocol::{descriptors::Reserve, run_dir::NAME_LOOK_EVERY};
 
 /// No request waits longer than this, whatever it says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
@@ -61,7 +62,6 @@ struct Agent<D: Driver> {
     /// No connection is accepted before.
     accept_after: Option<Instant>,
     waiters: Vec<Waiter>,
-    pressure: Pressure,
     jobs: Sender<Job>,
     done: Receiver<Done>,
     /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
@@ -94,7 +94,6 @@ pub(super) fn spawn<D: Driver>(
         clients: Clients::default(),
         accept_after: None,
         waiters: Vec::new(),
-        pressure: Pressure::default(),
         jobs,
         done,
         due: Instant::now(),
@@ -151,24 +150,15 @@ impl<D: Driver> Agent<D> {
     }
 
     /// Features that look after something now and then, in the order in which they do.
-    const LOOKS: [Aftercare<Self>; 6] = [
+    const LOOKS: [Aftercare<Self>; 5] = [
         ("idleness", |agent| _ = agent.member.idle.look()),
         ("closed tickets", |agent| {
             if agent.jobs.is_empty() && agent.member.pool.holdings().has_watched_tickets() {
                 agent.submit(NOBODY, Work::EndTickets, AGENT_TIMEOUT);
             }
         }),
-        ("idle host memory", |agent| {
-            if agent.member.pool.host_memory().holds_idle_memory()
-                && agent.pressure.look(&(agent.member.config().host_figures)()).is_some()
-            {
-                agent.member.prefault.give_back();
-            }
-        }),
-        ("host memory ahead of a pause", |agent| {
-            if let Some(most_bytes) = agent.member.config().prepares_up_to {
-                agent.member.prefault.look(most_bytes);
-            }
+        ("host memory outside of pauses", |agent| {
+            agent.member.keeping.iter().for_each(|keeping| Arc::clone(keeping).look());
         }),
         ("lenders beyond a budget", |agent| agent.member.pool.yield_to_budgets()),
         // What this process holds is counted where the others of its tenant count.
@@ -369,15 +359,9 @@ impl<D: Driver> Agent<D> {
                 self.submit(number, Work::Spill(step, is_called_off), AGENT_TIMEOUT);
             }
             Request::Host(step) => {
-                let prefault = &self.member.prefault;
-                match step {
-                    HostStep::Need | HostStep::Look => {}
-                    HostStep::Begin => prefault.begin(),
-                    HostStep::CallOff => prefault.call_off(),
-                }
-                let is_need = step == HostStep::Need;
-                let said = if is_need { prefault.need() } else { prefault.progress() };
-                self.answer(number, &Reply::Host(Box::new(said)));
+                let said = self.member.keeping.clone().map(|keeping| keeping.host(step));
+                let said = said.map(|said| Reply::Host(Box::new(said)));
+                self.answer(number, &said.unwrap_or_else(|| Reply::Failed(not_kept())));
             }
             Request::Count => self.submit(number, Work::Count, AGENT_TIMEOUT),
             Request::Idle(LookIdle { quiet_us }) => {
@@ -508,8 +492,7 @@ mod tests {
             [
                 "idleness",
                 "closed tickets",
-                "idle host memory",
-                "host memory ahead of a pause",
+                "host memory outside of pauses",
                 "lenders beyond a budget",
                 "share of the budgets",
             ]

@@ -181,20 +181,21 @@ impl Clients {
 
     /// The connection of client `number`.
     pub(super) fn connection(&self, number: u64) -> Option<&Connection> {
-        let client = self.list.iter().find(|client| client.number == number)?;
-        Some(&client.connection)
+        Some(&self.get(number)?.connection)
     }
 
     /// Counts the requests of client `number` that are answered later and have not been.
     pub(super) fn owed(&self, number: u64) -> usize {
-        let client = self.list.iter().find(|client| client.number == number);
-        client.map_or(0, |client| client.open_requests)
+        self.get(number).map_or(0, |client| client.open_requests)
     }
 
     /// Has client `number` ended, or hung up? What it has sent before may still be unread.
     pub(super) fn has_ended(&self, number: u64) -> bool {
-        let client = self.list.iter().find(|client| client.number == number);
-        client.is_none_or(Client::has_ended)
+        self.get(number).is_none_or(Client::has_ended)
+    }
+
+    fn get(&self, number: u64) -> Option<&Client> {
+        self.list.iter().find(|client| client.number == number)
     }
 
     pub(super) fn find(&mut self, number: u64) -> Option<&mut Client> {

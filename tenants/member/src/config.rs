@@ -1,6 +1,5 @@
 //! The settings of a process that joins its tenant, and the errors of joining.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use super::captures::Captures;
 use sublet_protocol::budget::Budgets;
 use sublet_protocol::checkpoints::Checkpointer;
 use sublet_protocol::class::TurnSettings;
-use sublet_protocol::host_memory::{HostFigure, HostLimit};
+use sublet_protocol::host_memory::HostLimit;
 use sublet_protocol::identity::{FamilyName, TenantName};
 use sublet_protocol::run_dir::{RunDir, RunDirError};
 
@@ -37,16 +36,6 @@ pub struct MemberConfig {
     pub version: String,
     /// The limits on the host memory that a pause may take, asked at each pause.
     pub host_limits: fn() -> Vec<HostLimit>,
-    /// The available memory of the machine and of its control groups. Asked while memory is held or brought in ahead of
-    /// a pause.
-    pub host_figures: fn() -> Vec<HostFigure>,
-    /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
-    /// been the same for a while. None when it waits until it is asked.
-    pub prepares_up_to: Option<u64>,
-    /// May its saved contents go to its file while it is paused, when another tenant's pause is short of host memory?
-    pub spills: bool,
-    /// Do files in this directory lie in host memory? Nothing is gained by moving contents there.
-    pub is_in_memory: fn(&Path) -> bool,
     /// On which NUMA node a device is; none where the machine has one only, or does not say.
     pub node_of: fn(PciAddress) -> Option<u32>,
     /// Contexts that the application has made for itself, asked at each pause: their work must end too.
@@ -81,7 +70,7 @@ pub struct MemberConfig {
 
 impl MemberConfig {
     /// Makes settings from what must be given, with defaults for the rest. By default there is no family, and the
-    /// tenant is fair and does not queue. Host memory has no limit, lies anywhere, and none comes in ahead of a pause.
+    /// tenant is fair and does not queue. Host memory has no limit and lies anywhere.
     /// The application has no contexts of its own, and nothing is known to be unused. All work is gated, and no pins
     /// and no work of NCCL's are unseen. Nothing keeps the process from a deep pause, and there is no way to the driver
     /// for one. One thread brings new host memory in, and there are no budgets.
@@ -95,10 +84,6 @@ impl MemberConfig {
             command: command.to_owned(),
             version: version.to_owned(),
             host_limits: Vec::new,
-            host_figures: Vec::new,
-            prepares_up_to: None,
-            spills: false,
-            is_in_memory: |_| false,
             node_of: |_| None,
             own_contexts: Vec::new,
             captures: Arc::default(),

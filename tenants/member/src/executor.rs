@@ -5,7 +5,6 @@ mod participants;
 mod phases;
 mod reports;
 mod resuming;
-mod saving;
 mod selection;
 mod stepping;
 mod termination;
@@ -22,10 +21,10 @@ use vmm_pool::threads::text_of;
 use vmm_pool::{Keeper, Pool, UninheritedFd};
 
 use super::failures::{failed_inside, frozen};
+use super::keeping::{Desk, not_kept};
 use super::progress::Progress;
 use super::{Member, lifecycle::Lifecycle};
 use participants::end_closed_tickets;
-use saving::Saving;
 use sublet_protocol::phase::{Action, Stage};
 use sublet_protocol::scope::Scope;
 use sublet_protocol::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
@@ -87,7 +86,7 @@ pub(super) struct Executor<D: Driver> {
     lifecycle: Arc<Lifecycle>,
     /// The pause or resume under way.
     progress: Progress<D>,
-    saving: Option<Saving>,
+    desk: Option<Box<dyn Desk>>,
     /// Descriptors of a resume that is over, to be closed when there is time.
     spare: Vec<UninheritedFd>,
     /// This process is paused, and others may still be at it.
@@ -118,9 +117,9 @@ impl<D: Driver> Executor<D> {
         Self {
             pool: Arc::clone(&member.pool),
             lifecycle: Arc::clone(&member.lifecycle),
+            desk: member.keeping.as_ref().map(|keeping| keeping.desk(&member)),
             member,
             progress,
-            saving: None,
             spare: Vec::new(),
             is_pausing: false,
             nccl_is_asked_away: false,
@@ -170,8 +169,7 @@ impl<D: Driver> Executor<D> {
         }
         Some(match work {
             Work::Phase(round, order) => {
-                // It moves what is being written.
-                self.saving = None;
+                self.desk.iter_mut().for_each(|desk| desk.stop());
                 if order.phase().ends_early() {
                     self.member.calling_off.lower();
                 }
@@ -185,22 +183,23 @@ impl<D: Driver> Executor<D> {
             Work::Cut { hold, asked } => self.run_cut(connection, hold, asked, deadline),
             Work::Step { step, asked } => self.run_step(connection, step, asked, deadline),
             Work::Spill(step, is_called_off) => {
-                // It moves what is being written. A question moves nothing.
-                if step.most_bytes > 0 {
-                    self.saving = None;
-                }
-                self.run_spill(step, &is_called_off)
+                let desk = self.desk.as_mut().ok_or_else(not_kept);
+                let spilled = desk.and_then(|desk| desk.spill(step, &is_called_off));
+                spilled.unwrap_or_else(|failure| self.refuse(failure))
             }
             Work::Count => self.member.counting.run(),
             Work::Idle(quiet_us) => self.run_idle(quiet_us),
             Work::Say(reply) => reply,
-            Work::Save(step) => self.run_save(connection, step),
+            Work::Save(step) => match &mut self.desk {
+                Some(desk) => desk.save(connection, step),
+                None => Reply::Failed(not_kept()),
+            },
             Work::EndTickets => {
                 end_closed_tickets(&self.member);
                 return None;
             }
             Work::EndSave(closed) => {
-                self.end_save(closed);
+                self.desk.iter_mut().for_each(|desk| desk.close(closed));
                 return None;
             }
             Work::Fail(panic) => {

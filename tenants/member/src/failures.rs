@@ -12,9 +12,11 @@ use sublet_protocol::stepping::{HeldCall, at_work, not_idle};
 use sublet_protocol::wire::{Failure, FailureKind, Phase};
 
 /// The number of this process, for messages.
-pub(super) const PID: OwnPid = OwnPid;
+pub const PID: OwnPid = OwnPid;
 
-pub(super) struct OwnPid;
+/// See [`PID`].
+#[derive(Clone, Copy, Debug)]
+pub struct OwnPid;
 
 impl fmt::Display for OwnPid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -103,7 +105,8 @@ pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
     ))
 }
 
-pub(super) fn pool_failure(error: &PoolError) -> Failure {
+/// The failure that an error of the pool is for those who asked.
+pub fn pool_failure(error: &PoolError) -> Failure {
     if error.poisons_context() {
         return context_lost(error);
     }

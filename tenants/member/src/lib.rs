@@ -20,11 +20,11 @@ mod config;
 mod executor;
 mod failures;
 mod idle;
+mod keeping;
 mod lifecycle;
 mod neighbours;
 mod notes;
 mod phase_log;
-mod prefault;
 mod presence;
 mod progress;
 mod rounds;
@@ -44,6 +44,8 @@ pub use budget::Counting;
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
+pub use failures::{OwnPid, PID, pool_failure};
+pub use keeping::{Desk, Keeping};
 pub use lifecycle::Lifecycle;
 pub use notes::Notes;
 pub use presence::Presence;
@@ -51,10 +53,11 @@ pub use sharing::{IPC_LIBRARY, ImportError, Sharing};
 
 use idle::Idle;
 use phase_log::{LoggedPhases, PhaseLog};
-use prefault::Prefault;
 use rounds::Rounds;
 use signals::{CallingOff, Waker};
-use sublet_protocol::wire::{Action, HostProgress, MemberInfo, MemberState, MemberStats, TagBytes};
+use sublet_protocol::wire::{
+    Action, HostProgress, HostStep, MemberInfo, MemberState, MemberStats, TagBytes,
+};
 use sublet_protocol::{cut::Cut, descriptors::DescriptorLimit, host_memory::budget, region};
 
 /// One process's part in its tenant. Shared by all its threads.
@@ -74,7 +77,7 @@ pub struct Member<D: Driver> {
     /// Raised while memory is brought back.
     descriptor_limit: DescriptorLimit,
     asking: Asking,
-    prefault: Arc<Prefault<D>>,
+    keeping: Option<Arc<dyn Keeping<D>>>,
     counting: Counting<D>,
     idle: Idle<D>,
 }
@@ -86,6 +89,18 @@ impl<D: Driver> Member<D> {
     /// # Errors
     /// [`JoinError`]; nothing is left behind.
     pub fn join(config: MemberConfig, driver: Arc<D>) -> Result<Arc<Self>, JoinError> {
+        Self::join_with(config, driver, |_, _| None)
+    }
+
+    /// As [`Member::join`], with what `keeping` makes of its memory and its place among others.
+    ///
+    /// # Errors
+    /// [`JoinError`]; nothing is left behind.
+    pub fn join_with(
+        config: MemberConfig,
+        driver: Arc<D>,
+        keeping: impl FnOnce(Arc<Pool<D>>, Arc<Presence>) -> Option<Arc<dyn Keeping<D>>>,
+    ) -> Result<Arc<Self>, JoinError> {
         vmm_pool::support::check(&*driver)?;
         let system = |what| move |source| JoinError::System { what, source };
         let (presence, listener) = Presence::begin(config)?;
@@ -98,7 +113,7 @@ impl<D: Driver> Member<D> {
         let idle = Idle::new(of_pool());
         let sharing = Sharing::new(of_pool(), of_presence(), Arc::clone(&lifecycle));
         let counting = Counting::new(of_pool(), of_presence(), Arc::clone(&notes));
-        let prefault = Prefault::new(of_pool(), of_presence());
+        let keeping = keeping(of_pool(), of_presence());
         let member = Arc::new(Self {
             pool,
             presence,
@@ -112,7 +127,7 @@ impl<D: Driver> Member<D> {
             sharing,
             calling_off: CallingOff::default(),
             descriptor_limit: DescriptorLimit::default(),
-            prefault: Arc::new(prefault),
+            keeping,
             counting,
             idle,
         });
@@ -132,7 +147,7 @@ impl<D: Driver> Member<D> {
     /// name of a dead process goes with the next command.
     pub fn leave(&self) {
         self.presence.leave();
-        self.prefault.end();
+        self.keeping.iter().for_each(|keeping| keeping.end());
         if !self.gate().is_open() {
             return;
         }
@@ -283,7 +298,8 @@ impl<D: Driver> Member<D> {
         let LoggedPhases { mut last, pause_times } = self.phase_log.all();
         // All of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
-        let host = HostProgress { held_bytes, ..self.prefault.progress() };
+        let ahead = self.keeping.clone().map(|keeping| keeping.host(HostStep::Look));
+        let host = HostProgress { held_bytes, ..ahead.unwrap_or_default() };
         MemberStats {
             member,
             pool,

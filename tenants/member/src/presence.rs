@@ -52,7 +52,7 @@ impl Presence {
     }
 
     /// The settings of its process.
-    pub(super) fn config(&self) -> &MemberConfig {
+    pub fn config(&self) -> &MemberConfig {
         &self.config
     }
 
@@ -113,7 +113,7 @@ impl Presence {
     }
 
     /// Processes of the tenant, this one too.
-    pub(super) fn members(&self) -> u64 {
+    pub fn members(&self) -> u64 {
         self.dir.members().map_or(1, |members| members.len().max(1) as u64)
     }
 }

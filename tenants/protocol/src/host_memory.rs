@@ -11,7 +11,6 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 use serde::{Deserialize, Serialize};
 use vmm_pool::{Copies, HostBudget, HostDemand};
 
@@ -91,35 +90,13 @@ pub struct HostFigure {
 
 impl HostFigure {
     /// Returns the bytes that background work leaves for everybody else: a tenth of all.
-    fn reserve_bytes(&self) -> u64 {
+    pub fn reserve_bytes(&self) -> u64 {
         self.total_bytes / 10
     }
 
     /// Returns the bytes that background work may take.
     pub fn spare_bytes(&self) -> u64 {
         self.available_bytes.saturating_sub(self.reserve_bytes())
-    }
-}
-
-/// Whether idle host memory is to be given back. It begins when less than a twentieth of some memory is available, and
-/// ends when a tenth of all of them is: a figure that hovers changes nothing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Pressure {
-    is_short: bool,
-}
-
-impl Pressure {
-    /// Looks at the figures of now. Some is what is short, while idle memory is to be given back.
-    pub fn look<'a>(&mut self, figures: &'a [HostFigure]) -> Option<&'a HostFigure> {
-        let is_low = |figure: &&HostFigure| figure.available_bytes < figure.total_bytes / 20;
-        let is_not_high = |figure: &&HostFigure| figure.available_bytes < figure.reserve_bytes();
-        let short = if self.is_short {
-            figures.iter().find(is_not_high)
-        } else {
-            figures.iter().find(is_low)
-        };
-        self.is_short = short.is_some();
-        short
     }
 }
 
@@ -312,14 +289,6 @@ fn figure_of(dir: &Path, version: &Version) -> Option<HostFigure> {
     Some(HostFigure { kind, total_bytes: most, available_bytes: most.saturating_sub(held) })
 }
 
-/// Do files in `dir` lie in the host's memory, as on tmpfs? Where it is not there yet, its nearest parent tells; where nothing does, they do not.
-pub fn is_in_memory(dir: &Path) -> bool {
-    const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-    let known = dir.ancestors().find_map(|place| statfs(place).ok());
-    let kind = known.map(|known| known.filesystem_type());
-    kind.is_some_and(|kind| [TMPFS_MAGIC, RAMFS_MAGIC, HUGETLBFS_MAGIC].contains(&kind))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -444,22 +413,6 @@ mod tests {
     }
 
     #[test]
-    fn pressure_begins_low_and_ends_high_and_one_short_group_is_enough() {
-        let mut pressure = Pressure::default();
-        let is_short = [60, 50, 49, 60, 99, 100, 60, 40]
-            .map(|available_bytes| pressure.look(&[machine(available_bytes)]).is_some());
-        assert_eq!(is_short, [false, false, true, true, true, false, false, true]);
-        assert_eq!(pressure.look(&[]), None);
-        let group = HostFigure {
-            kind: group("/sys/fs/cgroup", 1, 0).kind,
-            total_bytes: 100,
-            available_bytes: 4,
-        };
-        let figures = [machine(900), group];
-        assert_eq!(pressure.look(&figures), Some(&figures[1]));
-    }
-
-    #[test]
     fn background_work_leaves_a_tenth_of_all() {
         assert_eq!(
             [machine(900), machine(150), machine(90)].map(|figure| figure.spare_bytes()),
@@ -469,15 +422,5 @@ mod tests {
         let own = figures.iter().find(|figure| figure.kind == LimitKind::Available).unwrap();
         assert!(own.total_bytes >= own.available_bytes && own.available_bytes > 0);
         assert!(super::figures(Some(7)).iter().all(|figure| figure.kind != LimitKind::Available));
-    }
-
-    #[test]
-    fn files_on_tmpfs_lie_in_memory() {
-        for dir in ["/dev/shm", "/dev/shm/not/there"] {
-            assert!(is_in_memory(Path::new(dir)), "{dir}");
-        }
-        for dir in ["/proc", "/sys/not-there", "", "relative"] {
-            assert!(!is_in_memory(Path::new(dir)), "{dir}");
-        }
     }
 }

@@ -1,15 +1,63 @@
-//! Saved contents in files: the directory they are written to, and the maps next to them.
-//!
-//! A tenant whose resume cannot succeed keeps what it has saved, but only its own processes can read that. So each
-//! writes its own to a file, with a map of it; the coordinator writes the map of all.
-//!
-//! ```text
-//!   DIR/tenant.json                      which processes, written last
-//!   DIR/process-4242-<member>.json       its allocations, and where in the file their bytes lie
-//!   DIR/process-4242-<member>.bin        the bytes
-//! ```
+//! Saved contents in files, as processes name them to each other: the directory that they go to, and how much they are.
 
-pub mod dir;
-pub mod map;
+use std::io;
+use std::path::PathBuf;
 
-pub use dir::{DirName, PART_SUFFIX, SaveDirError};
+use serde::{Deserialize, Serialize};
+
+/// A directory, as one process names it to another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DirName {
+    /// Its path, absolute, in bytes.
+    pub path: Vec<u8>,
+    /// The filesystem that it is on, as the namer sees it.
+    pub device: u64,
+    /// Its number there.
+    pub inode: u64,
+}
+
+/// Why a directory cannot be used.
+#[expect(missing_docs, reason = "messages name what the fields are")]
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SaveDirError {
+    /// The system refused.
+    #[error("{operation} {} failed", path.display())]
+    Io {
+        operation: &'static str,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    /// Something is in it: files of an earlier save, perhaps.
+    #[error("{} is not empty: give an empty or a new directory", path.display())]
+    NotEmpty { path: PathBuf },
+    /// Others could read or replace what is written there.
+    #[error("{} {problem}", path.display())]
+    NotPrivate {
+        path: PathBuf,
+        /// The problem, and what to do.
+        problem: String,
+    },
+    /// The path leads elsewhere here. Mount one directory into all containers under one path.
+    #[error(
+        "{} is another directory for this process than for the one that asks: they see different filesystems, as \
+         in containers; name one that both see",
+        path.display()
+    )]
+    Elsewhere { path: PathBuf },
+}
+
+/// The memory of one process, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct SaveAccount {
+    /// Saved contents.
+    pub saved_bytes: u64,
+    /// Own memory that is away and whose contents nobody has: discarded, or unused.
+    pub not_kept_bytes: u64,
+    /// Own memory that is where it belongs, on its device or the host, and is not saved.
+    pub in_place_bytes: u64,
+    /// Memory of other processes.
+    pub imported_bytes: u64,
+}

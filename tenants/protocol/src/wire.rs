@@ -17,7 +17,7 @@ use crate::host_memory::{HostLimit, HostNeed};
 use crate::identity::{MemberId, id_text};
 use crate::references::{Partner, References};
 use crate::region::{TAG_BYTES_MAX, TAGS_MAX};
-use crate::saving::map::{ProcessName, SaveAccount};
+use crate::saving::SaveAccount;
 use crate::scope::TagNames;
 use crate::stepping::Activity;
 
@@ -433,13 +433,6 @@ fn tags_of_peer<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<TagByt
         return Err(D::Error::custom("more or longer tags than a process has"));
     }
     Ok(tags)
-}
-
-impl From<&MemberInfo> for ProcessName {
-    fn from(info: &MemberInfo) -> Self {
-        let (member, command) = (info.id.to_string(), info.command.clone());
-        Self { pid: info.pid, member, command, state: info.state }
-    }
 }
 
 /// Own memory of one tag in one process.

@@ -5,9 +5,10 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use tenants::coordinator::{Coordinator, Interrupt, Options, SaveReport, Trouble};
-use tenants::saving::map::{ProcessMap, SavedAllocation, WhyNot};
-use tenants::saving::{DirName, PART_SUFFIX};
+use tenants::coordinator::{Coordinator, Interrupt, Options, Trouble};
+use tenants::keep::map::{ProcessMap, SavedAllocation, WhyNot};
+use tenants::keep::{self, PART_SUFFIX, SaveReport};
+use tenants::saving::DirName;
 use tenants::transport::Connection;
 use tenants::wire::{
     Action, FailureKind, MemberState, Reply, Request, SaveProgress, SaveStage, SaveStep,
@@ -20,8 +21,8 @@ use crate::stage::{Stage, UNIT, by_tag, page_of, tenant};
 const SOON: Duration = Duration::from_secs(30);
 
 fn save(stage: &Stage, dir: &Path) -> Result<SaveReport, Trouble> {
-    let mut coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), Options::default());
-    coordinator.save(dir, &mut |_| {})
+    let coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), Options::default());
+    keep::save(&coordinator, dir, &mut |_| {})
 }
 
 fn map_of(stage: &Stage, dir: &Path, member: usize) -> ProcessMap {
@@ -53,7 +54,7 @@ fn assert_saved(stage: &Stage, dir: &Path, member: usize, when: &str) {
             assert!(holds(dir, &map, found, spot.seed), "{when}: {spot:?}");
             seen += 1;
         } else {
-            let imported = |import: &&tenants::saving::map::ImportedAllocation| {
+            let imported = |import: &&tenants::keep::map::ImportedAllocation| {
                 import.addresses.iter().any(|mapped| mapped.address == address)
             };
             let import = map.imports.iter().find(imported).expect("neither own nor imported");
@@ -166,9 +167,9 @@ fn a_save_that_is_called_off_leaves_the_tenant_paused_and_no_file() {
     stage.must(Action::Pause);
     let (interrupt, raise) = Interrupt::new().expect("a pipe");
     let options = Options { interrupt: Some(interrupt), ..Options::default() };
-    let mut coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), options);
+    let coordinator = Coordinator::new(stage.run_dir.clone(), tenant(), options);
     let dir = base.path().join("saved");
-    let error = coordinator.save(&dir, &mut |_| {
+    let error = keep::save(&coordinator, &dir, &mut |_| {
         nix::unistd::write(&raise, &[1]).expect("raised");
     });
     let error = error.expect_err("called off");

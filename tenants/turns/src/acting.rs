@@ -63,6 +63,7 @@ pub(super) fn to_depth(
         lost_imports: options.lost_imports,
         contexts: options.checkpointer.clone().map(sublet_deep::contexts),
         passes_by_memory_waits: true,
+        room: Some(tenants::keep::room),
         ..Options::default()
     };
     Coordinator::new(run_dir.clone(), tenant.clone(), options)

@@ -42,6 +42,7 @@ fn run() -> Outcome<String> {
         releases_early: has("early"),
         // Of a few allocations.
         window_bytes: Some(8 * MIB),
+        room: Some(tenants::keep::room),
         ..Options::default()
     };
     let scope = |tag: Option<&String>| tag.map_or(Scope::Whole, |tag| of_tag(tag));

@@ -3,6 +3,8 @@
 //! ```text
 //!   Place      a directory that goes when it is dropped: a simulated node and a run directory
 //!     join       a process of a tenant, here a member over a driver of its own
+//!   fake       members that misbehave as a script tells them
+//!   job        real members, as the ranks of a job, and a connection that leads one
 //!   redeem     imports what another process has given a ticket of
 //!   memory     creates, maps, writes and looks at memory of such a process
 //!   apart      a part of a test in a process of its own, or on a thread that may wait for ever
@@ -18,8 +20,11 @@
 )]
 
 pub mod apart;
+pub mod fake;
+pub mod job;
 pub mod memory;
 mod place;
 pub mod programs;
+pub mod script;
 
 pub use place::{Place, Process, redeem};

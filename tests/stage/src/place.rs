@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use tempfile::TempDir;
 use tenants::identity::TenantName;
+use tenants::keep;
 use tenants::member::{ImportError, Member, MemberConfig};
 use tenants::run_dir::RunDir;
 use tenants::ticket::Ticket;
@@ -77,13 +78,24 @@ impl Place {
         options: SimOptions,
         change: impl FnOnce(&mut MemberConfig),
     ) -> io::Result<Process> {
+        self.join_keeping(tenant, options, |config, _| change(config))
+    }
+
+    /// The same, with what it does with saved contents and host memory besides.
+    pub fn join_keeping(
+        &self,
+        tenant: &str,
+        options: SimOptions,
+        change: impl FnOnce(&mut MemberConfig, &mut keep::Settings),
+    ) -> io::Result<Process> {
         let tenant = TenantName::new(tenant).unwrap_or_else(|error| panic!("{error}"));
         let mut config =
             MemberConfig::new(self.run_dir().clone(), tenant, "python train.py", "0.1.0");
         // A member's threads keep it until the program ends: only what contents take comes in.
         config.toucher_threads = 0;
-        change(&mut config);
-        let member = Member::join(config, Arc::new(self.driver(options)));
+        let mut keeps = keep::Settings::default();
+        change(&mut config, &mut keeps);
+        let member = keep::join(config, keeps, Arc::new(self.driver(options)));
         let member = member.map_err(io::Error::other)?;
         // Contents that go to files stay in memory, as the devices' do.
         member.pool().host_memory().set_file_dir("/dev/shm".into());

@@ -68,17 +68,17 @@ impl<D: Driver> HostMemory<D> {
 
     /// Has what contents that end there need come in during the copies, behind the chunk that is on its way, if they need that.
     /// [`HostArena::end_growth`] ends it.
-    pub(crate) fn begin_growth(
-        &self,
-        end_bytes: u64,
-        is_file_used: bool,
-    ) -> MutexGuard<'_, HostArena<D>> {
+    pub(crate) fn begin_growth(&self, end_bytes: u64, is_file_used: bool) {
         let nodes = self.devices.nodes_of(&self.holdings.devices());
         let is_short = |held: HeldFigures| held.missing(end_bytes, is_file_used).is_some();
         self.incoming.wait(COMES_WITHIN, is_short);
-        let mut arena = self.arena();
-        arena.begin_growth(nodes, end_bytes);
-        arena
+        let bring_in = self.arena().begin_growth(nodes, end_bytes);
+        // The lock is let go: to start a thread may take the system long.
+        if let Some(bring_in) = bring_in
+            && let Err(error) = sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {})
+        {
+            tracing::debug!(%error, "no thread to bring host memory in ahead");
+        }
     }
 
     /// Gives the pins of host memory up, or takes them again. What cannot be pinned again is copied slower, until a pause pins it.

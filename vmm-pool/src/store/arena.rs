@@ -152,23 +152,22 @@ impl<D: Driver> HostArena<D> {
         self.how.nodes = nodes;
     }
 
-    /// Has a thread bring in what is missing of `[0, end_bytes)`, on these NUMA nodes, a little ahead of what is taken, so
-    /// that touching, pinning and copying run at the same time. Without a thread to be had, who takes it does it all.
+    /// Returns work for a thread that brings in what is missing of `[0, end_bytes)`, on these NUMA nodes, a little ahead of what
+    /// is taken, so that touching, pinning and copying run at the same time. Where it is dropped, who takes memory does it all.
     /// [`HostArena::end_growth`] ends it.
-    pub(crate) fn begin_growth(&mut self, nodes: Vec<u32>, end_bytes: u64) {
+    pub(crate) fn begin_growth(
+        &mut self,
+        nodes: Vec<u32>,
+        end_bytes: u64,
+    ) -> Option<impl FnOnce() + Send + use<D>> {
         self.set_nodes(nodes);
         let (how, (give, growth)) = (self.how.clone(), bounded(1));
         let mut missing = missing_chunks(self.capacity_bytes(), end_bytes).peekable();
-        if missing.peek().is_none() {
-            return;
-        }
+        missing.peek()?;
+        self.growth = Some((growth, end_bytes));
         // What the system refuses who takes it tries too, and tells.
         let chunks = missing.map_while(move |size_bytes| new_chunk(&how, size_bytes).ok());
-        let bring_in = move || chunks.map_while(|chunk| give.send(chunk).ok()).for_each(drop);
-        if let Err(error) = sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {}) {
-            tracing::debug!(%error, "no thread to bring host memory in ahead");
-        }
-        self.growth = Some((growth, end_bytes));
+        Some(move || chunks.map_while(|chunk| give.send(chunk).ok()).for_each(drop))
     }
 
     /// No more is needed: what came and was not taken goes.

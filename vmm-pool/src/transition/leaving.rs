@@ -442,7 +442,9 @@ impl<D: Driver> Still<'_, D> {
         let pins = Pins::of(&devices);
         let about = || "pinning of host memory".to_owned();
         self.pool.driver.make_current(device).about(about, 0, Some(device))?;
-        let mut arena = self.pool.host_memory().begin_growth(kept.end_bytes, filed.end_bytes > 0);
+        let host = self.pool.host_memory();
+        host.begin_growth(kept.end_bytes, filed.end_bytes > 0);
+        let mut arena = host.arena();
         let pinned = if kept.placed.is_empty() { Ok(()) } else { arena.pin_again(log, pins) };
         let grown = pinned.and_then(|()| arena.grow_to(log, kept.end_bytes, pins));
         arena.end_growth();

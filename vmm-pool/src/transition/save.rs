@@ -124,7 +124,7 @@ impl<D: Driver> Still<'_, D> {
         });
         let outcome = planned.and_then(|plan| {
             let host = self.pool.host_memory();
-            drop(host.begin_growth(end_bytes, !plan.to_file.is_empty()));
+            host.begin_growth(end_bytes, !plan.to_file.is_empty());
             let kept = self.save_to_memory(log, &mut behind, &mut copier, &plan);
             host.arena().end_growth();
             kept.and_then(|()| self.save_to_file(log, &mut copier, &plan.to_file))?;

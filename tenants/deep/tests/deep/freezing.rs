@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::DriverCode;
 
-use super::fake::{World, options, quiet, tenant};
-use super::script::{Fault, Script};
 use sublet_coordinator::{Coordinator, Options, Outcome, Report, Trouble};
 use sublet_protocol::checkpoints::{Call, CheckpointError, Checkpointer, ProcessState};
 use sublet_protocol::scope::Scope;
 use sublet_protocol::transport::poll_until;
 use sublet_protocol::wire::{FailureKind, MemberState, Phase};
+use sublet_stage::fake::{World, options, quiet, tenant};
+use sublet_stage::script::{Fault, Script};
 
 const PAUSE: [Phase; 5] =
     [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];

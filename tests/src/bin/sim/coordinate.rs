@@ -288,6 +288,7 @@ fn act(
         window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
         contexts: checkpointer.map(sublet_deep::contexts),
+        room: Some(tenants::keep::room),
         ..Options::default()
     };
     let coordinator = |tenant: &TenantName, scope: &Scope| {

@@ -28,7 +28,8 @@ fn what_a_pause_needs_comes_in_once_and_goes_if_it_is_not_taken() {
     let driver = Arc::new(driver);
     for turn in 0..20 {
         let mut arena = HostArena::new(Arc::clone(&driver), 0);
-        arena.begin_growth(Vec::new(), END_BYTES);
+        let bring_in = arena.begin_growth(Vec::new(), END_BYTES).expect("all of it is missing");
+        sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {}).unwrap();
         let taken_bytes = turn % 4 * CHUNK_BYTES;
         let pins = if turn % 2 == 0 { Pins::Nobody } else { Pins::All };
         arena.grow_to(&mut StepLog::default(), taken_bytes, pins).unwrap();

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use sublet_tests::{Outcome, Trouble};
 use tenants::coordinator::{Coordinator, Options, Trouble as Told};
-use tenants::saving::map::{ProcessMap, TENANT_MAP, TenantMap};
+use tenants::keep;
+use tenants::keep::map::{ProcessMap, TENANT_MAP, TenantMap};
 use vmm_pool::driver::sim::SOIL;
 
 use super::Script;
@@ -22,8 +23,8 @@ impl Script {
         let path = dir.path().join("saved");
         let run_dir = self.world.desk.run_dir.clone();
         let found = &self.world.tenants[tenant];
-        let mut coordinator = Coordinator::new(run_dir, found.name.clone(), Options::default());
-        match coordinator.save(&path, &mut |_| {}) {
+        let coordinator = Coordinator::new(run_dir, found.name.clone(), Options::default());
+        match keep::save(&coordinator, &path, &mut |_| {}) {
             Ok(_) => {}
             // All of it is discarded or imported.
             Err(Told::NothingSaved { .. }) => return Ok(()),

@@ -25,6 +25,7 @@ use std::time::Duration;
 use sublet_tests::{Outcome, Trouble};
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
+use tenants::keep;
 use tenants::member::{Member, MemberConfig};
 use tenants::requests::act_for_own_tags;
 use tenants::run_dir::RunDir;
@@ -115,9 +116,11 @@ pub(crate) fn run(charter: &Charter) -> Outcome {
     let tenant = TenantName::new(&charter.tenant)?;
     let command = format!("worker {}", charter.number);
     let plain = MemberConfig::new(run_dir, tenant, &command, "simulation");
-    let spills = host::spills(charter.seed);
-    let config = MemberConfig { host_limits: host::limits, spills, ..plain };
-    let member = Member::join(config, driver)?;
+    let anywhere: fn(&std::path::Path) -> bool = |_| true;
+    let spills = host::spills(charter.seed).then_some(anywhere);
+    let settings = keep::Settings { spills, ..keep::Settings::default() };
+    let config = MemberConfig { host_limits: host::limits, ..plain };
+    let member = keep::join(config, settings, driver)?;
     // Who imports memory of others touches it only while it is there.
     exchange::TAGS.into_iter().for_each(tenants::region::agree_to_run_without);
     member.pool().host_memory().set_file_dir(host::file_dir(&charter.node, charter.seed));

@@ -1,0 +1,348 @@
+//! Host memory for the next pause, brought in while the application runs, and given back when the machine is short.
+//!
+//! A thread of low priority does either, as long as there is something to do, and takes one chunk at a time: between two it
+//! looks whether the process runs, how much may be held, and whether somebody has called it off.
+//!
+//! Lock order: `state` is a leaf.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::resource::{Resource, getrlimit};
+use vmm_pool::driver::{Driver, DriverOp};
+use vmm_pool::sync::lock;
+use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, threads};
+
+use crate::desk::Worker;
+use crate::pressure::Pressure;
+use crate::settings::Settings;
+use sublet_member::{Desk, JoinError, Keeping, Member, MemberConfig, PID, Presence, pool_failure};
+use sublet_protocol::host_memory::{HostFigure, HostNeed, LimitKind};
+use sublet_protocol::run_dir::pause_thread;
+use sublet_protocol::time::micros;
+use sublet_protocol::wire::{Failure, FailureKind, HostProgress, HostStage, HostStep};
+
+/// When it has come to an end before all was there, a process that prepares by itself tries again after this long.
+const AGAIN_AFTER: Duration = Duration::from_mins(1);
+/// Between two tries while a pause or resume is under way.
+const REST: Duration = Duration::from_millis(50);
+/// The longest time that the process's end waits for a driver call of ours.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+/// The lowest priority: the application comes first.
+const NICE: i32 = 19;
+
+/// See the head of this module.
+#[derive(Debug)]
+struct Prefault<D: Driver> {
+    pool: Arc<Pool<D>>,
+    presence: Arc<Presence>,
+    settings: Settings,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// While a thread brings memory in.
+    goal: Option<Goal>,
+    gives_back: bool,
+    progress: HostProgress,
+    calm: Calm,
+    pressure: Pressure,
+}
+
+/// The host memory that is being brought in.
+#[derive(Clone, Copy, Debug)]
+struct Goal {
+    most_bytes: u64,
+    begun: Instant,
+}
+
+/// The state of a process that prepares by itself, between two looks.
+#[derive(Debug, Default)]
+struct Calm {
+    wanted_bytes: u64,
+    not_before: Option<Instant>,
+}
+
+/// Joins the tenant, as [`Member::join`] does, with all that this crate does.
+///
+/// # Errors
+/// [`JoinError`]; nothing is left behind.
+pub fn join<D: Driver>(
+    config: MemberConfig,
+    settings: Settings,
+    driver: Arc<D>,
+) -> Result<Arc<Member<D>>, JoinError> {
+    Member::join_with(config, driver, |pool, presence| {
+        Some(Arc::new(Prefault { pool, presence, settings, state: Mutex::default() }))
+    })
+}
+
+impl<D: Driver> Keeping<D> for Prefault<D> {
+    fn host(self: Arc<Self>, step: HostStep) -> HostProgress {
+        match step {
+            HostStep::Need => return self.need(),
+            HostStep::Look => {}
+            HostStep::Begin => self.bring_in(u64::MAX),
+            // At the next chunk.
+            HostStep::CallOff => {
+                lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
+            }
+        }
+        self.progress()
+    }
+
+    /// Gives idle memory back where the machine is short of it, and begins without a request where as much has been missing for
+    /// a while.
+    fn look(self: Arc<Self>) {
+        if self.pool.host_memory().holds_idle_memory() {
+            let figures = self.figures();
+            let is_short = lock(&self.state).pressure.look(&figures).is_some();
+            if is_short {
+                self.give_back();
+            }
+        }
+        let Some(most_bytes) = self.settings.prepares_up_to else { return };
+        let may_begin = self.pool.gate().is_open() && !self.pool.copies().is_given_back();
+        let standing = self.pool.host_memory().standing();
+        if lock(&self.state).calm.is_due(standing, most_bytes) && may_begin {
+            self.bring_in(most_bytes);
+        }
+    }
+
+    fn end(&self) {
+        self.pool.host_memory().stop(END_TIMEOUT);
+    }
+
+    fn desk(&self, member: &Arc<Member<D>>) -> Box<dyn Desk> {
+        Box::new(Worker { member: Arc::clone(member), settings: self.settings, saving: None })
+    }
+}
+
+impl<D: Driver> Prefault<D> {
+    /// Returns the progress so far. Waits for nothing.
+    fn progress(&self) -> HostProgress {
+        let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
+        HostProgress { held_bytes, wanted_bytes, ..lock(&self.state).progress.clone() }
+    }
+
+    /// Returns the progress, with the need for memory that is missing and the limits on it.
+    fn need(&self) -> HostProgress {
+        let progress = self.progress();
+        let HostProgress { held_bytes, wanted_bytes, .. } = progress;
+        let grow_bytes = wanted_bytes.saturating_sub(held_bytes);
+        let demand = HostDemand {
+            saved_bytes: wanted_bytes,
+            held_bytes,
+            grow_bytes,
+            grow_with_needed_bytes: grow_bytes,
+            grow_with_all_bytes: grow_bytes,
+            ..HostDemand::default()
+        };
+        let need = HostNeed { demand, limits: (self.presence.config().host_limits)() };
+        HostProgress { need: Some(need), ..progress }
+    }
+
+    /// Has host memory of the next pause brought in, up to so much.
+    fn bring_in(self: &Arc<Self>, most_bytes: u64) {
+        {
+            let mut state = lock(&self.state);
+            let before = state.goal;
+            if before.is_some_and(|goal| goal.most_bytes >= most_bytes) {
+                return;
+            }
+            state.goal = Some(Goal { most_bytes, begun: Instant::now() });
+            state.progress = HostProgress { stage: HostStage::Grows, ..HostProgress::default() };
+            if before.is_some() {
+                return;
+            }
+        }
+        self.spawn(|own| while !own.presence.has_left() && own.bring_one_in() {});
+    }
+
+    /// Has idle host memory given back, as long as the machine is short.
+    fn give_back(self: &Arc<Self>) {
+        if !std::mem::replace(&mut lock(&self.state).gives_back, true) {
+            self.spawn(Self::give_idle_memory_back);
+        }
+    }
+
+    fn spawn(self: &Arc<Self>, work: impl FnOnce(&Self) + Send + 'static) {
+        let (prefault, after_panic) = (Arc::clone(self), Arc::clone(self));
+        let work = move || {
+            if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+                tracing::debug!(%error, "host memory comes and goes at the application's own priority");
+            }
+            work(&prefault);
+        };
+        let thread = threads::spawn("sublet-prefault", work, move |text| {
+            after_panic.has_ended(format_args!(
+                "Sublet failed inside, bringing host memory in ({text}): report this, or pause without it"
+            ));
+        });
+        if let Err(error) = thread {
+            self.has_ended(format_args!(
+                "no thread to bring host memory in with ({error}): raise its limit of threads (ulimit -u), or pause \
+                 without it"
+            ));
+        }
+    }
+
+    /// There is no thread for it, or no more.
+    fn has_ended(&self, why: fmt::Arguments<'_>) {
+        let failure = FailureKind::OutOfHostMemory.because(format!("process {PID}: {why}"));
+        let mut state = lock(&self.state);
+        (state.goal, state.gives_back) = (None, false);
+        state.progress.stage = HostStage::Stopped(failure);
+    }
+
+    /// Brings in one chunk of what is missing, as far as it may. False when that was the last.
+    fn bring_one_in(&self) -> bool {
+        let Some(goal) = lock(&self.state).goal else { return false };
+        let host = self.pool.host_memory();
+        let room = self.room(host.standing().held_bytes);
+        let most_bytes = room.as_ref().map_or(u64::MAX, |(most_bytes, _)| *most_bytes);
+        let came = host.bring_in(self.pool.gate(), most_bytes.min(goal.most_bytes));
+        if goal.most_bytes > 0 && matches!(came, Ok(BroughtIn::NotNow)) {
+            lock(&self.state).progress.stage = HostStage::Waits;
+            pause_thread(REST);
+            return true;
+        }
+        let HostStanding { held_bytes, wanted_bytes, .. } = host.standing();
+        let is_short = held_bytes < wanted_bytes && goal.most_bytes >= most_bytes;
+        let mut state = lock(&self.state);
+        state.progress.elapsed_us = micros(goal.begun.elapsed());
+        let failure = match came {
+            Ok(BroughtIn::Chunk { size_bytes, log }) => {
+                let progress = &mut state.progress;
+                progress.stage = HostStage::Grows;
+                progress.brought_in_bytes += size_bytes;
+                progress.touching_us += log.spent_us("touch host memory");
+                progress.pinning_us += log.spent_us("pin host memory");
+                return true;
+            }
+            Ok(_) => room.filter(|_| is_short).map(|room| refusal(&room, wanted_bytes)),
+            Err(error) => Some(refusal_of(&error)),
+        };
+        if state.goal.is_some_and(|now| now.most_bytes > goal.most_bytes) {
+            // Somebody has requested more meanwhile.
+            return true;
+        }
+        state.goal = None;
+        state.calm.not_before = failure.as_ref().map(|_| Instant::now() + AGAIN_AFTER);
+        state.progress.stage = failure.map_or(HostStage::Rests, HostStage::Stopped);
+        false
+    }
+
+    fn figures(&self) -> Vec<HostFigure> {
+        self.settings.host_figures.map_or_else(Vec::new, |figures| figures())
+    }
+
+    /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
+    fn room(&self, held_bytes: u64) -> Option<(u64, LimitKind)> {
+        let limits = (self.presence.config().host_limits)().into_iter();
+        let configured = limits.filter(|limit| limit.kind == LimitKind::Configured);
+        // It is the whole tenant's, and another process may need as much.
+        let share = configured.map(|limit| (limit.bytes / self.presence.members(), limit.kind));
+        let figures = self.figures().into_iter().map(|figure: HostFigure| {
+            (held_bytes.saturating_add(figure.spare_bytes()), figure.kind)
+        });
+        share.chain(figures).min_by_key(|(most_bytes, _)| *most_bytes)
+    }
+
+    /// Gives one chunk after the other of idle host memory back while the machine is short.
+    fn give_idle_memory_back(&self) {
+        let (host, mut given_bytes) = (self.pool.host_memory(), 0);
+        loop {
+            let given = host.give_idle_chunk_back(self.pool.gate()).unwrap_or_else(|error| {
+                tracing::error!(%error, "host memory stays for the next pause");
+                0
+            });
+            given_bytes += given;
+            let figures = self.figures();
+            if given == 0 || figures.iter().all(|figure| figure.spare_bytes() > 0) {
+                break;
+            }
+        }
+        lock(&self.state).gives_back = false;
+        if given_bytes > 0 {
+            tracing::warn!(
+                given_bytes,
+                "host memory is short: idle pinned memory was given back, and the next pause brings it in again"
+            );
+        }
+    }
+}
+
+/// The refusal to hold more than `most_bytes` ahead.
+fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure {
+    let next = match kind {
+        LimitKind::Configured => "raise it: each process of the tenant has its share",
+        LimitKind::Available | LimitKind::ControlGroup { .. } => kind.advice(),
+    };
+    // A tenth of the memory stays free. The pause itself may still fit.
+    FailureKind::OutOfHostMemory.because(format!(
+        "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {most_bytes} are held \
+         ahead of it, a reserve set aside, because of {kind}: {next}"
+    ))
+}
+
+impl Calm {
+    /// Is as much missing as at the last look, and no try too recent?
+    fn is_due(&mut self, standing: HostStanding, most_bytes: u64) -> bool {
+        let HostStanding { held_bytes, wanted_bytes, next_bytes } = standing;
+        let is_calm = std::mem::replace(&mut self.wanted_bytes, wanted_bytes) == wanted_bytes;
+        let is_missing = next_bytes > 0 && held_bytes.saturating_add(next_bytes) <= most_bytes;
+        is_calm && is_missing && self.not_before.is_none_or(|time| Instant::now() >= time)
+    }
+}
+
+/// Why a chunk did not come in, and what limits that may be.
+fn refusal_of(error: &PoolError) -> Failure {
+    let mut failure = pool_failure(error);
+    if let PoolError::Driver { source, .. } = error
+        && source.op == DriverOp::HostRegister
+        && let Ok((soft_bytes, _)) = getrlimit(Resource::RLIMIT_MEMLOCK)
+        && soft_bytes != u64::MAX
+    {
+        failure.message = format!(
+            "{}; RLIMIT_MEMLOCK is {soft_bytes} bytes here: raise it (ulimit -l) if the driver goes by it",
+            failure.message
+        );
+    }
+    failure
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHUNK: u64 = vmm_pool::HOST_CHUNK_BYTES;
+
+    #[test]
+    fn what_grows_is_left_alone_until_it_is_the_same_twice() {
+        let mut calm = Calm::default();
+        let standing = |held_bytes, wanted_bytes| {
+            let next_bytes = if held_bytes < wanted_bytes { CHUNK } else { 0 };
+            HostStanding { held_bytes, wanted_bytes, next_bytes }
+        };
+        let due = [CHUNK, 2 * CHUNK, 2 * CHUNK, 3 * CHUNK, 3 * CHUNK]
+            .map(|wanted_bytes| calm.is_due(standing(0, wanted_bytes), u64::MAX));
+        assert_eq!(due, [false, false, true, false, true]);
+        assert!(!calm.is_due(standing(3 * CHUNK, 3 * CHUNK), u64::MAX), "all is there");
+        assert!(!calm.is_due(standing(2 * CHUNK, 3 * CHUNK), 3 * CHUNK - 1), "the bound");
+        assert!(calm.is_due(standing(2 * CHUNK, 3 * CHUNK), 3 * CHUNK));
+        calm.not_before = Some(Instant::now() + AGAIN_AFTER);
+        assert!(!calm.is_due(standing(2 * CHUNK, 3 * CHUNK), u64::MAX), "refused a moment ago");
+    }
+
+    #[test]
+    fn refusals_name_the_limit_and_the_next_step() {
+        let text = refusal(&(7, LimitKind::Configured), 9).message;
+        assert!(
+            text.contains("9 bytes") && text.contains("SUBLET_HOST_BYTES_MAX: raise it"),
+            "{text}"
+        );
+    }
+}
