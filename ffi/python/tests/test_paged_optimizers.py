@@ -533,18 +533,6 @@ def test_state_that_is_read_is_not_written_and_what_state_dicts_have_is(library:
     assert reads[0]()["sum"].value == 5.0
 
 
-def test_report_counts_what_steps_have_waited(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = Optimizer(parameters(8))
-    sublet.paged(optimizer, frames="1GiB", step="after")
-    instants = iter(range(0, 1 << 60, 2_000_000))
-    monkeypatch.setattr(_paging, "time", types.SimpleNamespace(monotonic_ns=lambda: next(instants)))
-    setattr(library, "page_report", lambda _pager: '{"waited_us": 5}')
-    for _ in range(2):
-        optimizer.param_groups[0]["params"][0].backward(1.0)
-        optimizer.step()
-    assert getattr(optimizer, "_sublet_paged").report()["waited_us"] == 5 + 2000
-
-
 class Averaged:
     """As DistributedDataParallel knows its parameters."""
 

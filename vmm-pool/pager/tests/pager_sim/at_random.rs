@@ -177,16 +177,6 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_programs_find_every_byte(program in steps()) {
-        on_a_thread(move || run(program, false, None, false));
-    }
-
-    #[test]
-    fn random_programs_find_every_byte_with_pauses_at_any_instant(program in steps()) {
-        on_a_thread(move || run(program, true, None, false));
-    }
-
-    #[test]
     fn random_calls_find_every_byte(program in steps()) {
         on_a_thread(move || run(program, false, None, true));
     }
@@ -194,13 +184,6 @@ proptest! {
     #[test]
     fn random_calls_find_every_byte_with_pauses_at_any_instant(program in steps()) {
         on_a_thread(move || run(program, true, None, true));
-    }
-
-    #[test]
-    fn random_programs_find_every_byte_in_whatever_order_streams_come(
-        (program, pauses, seed) in (steps(), any::<bool>(), any::<u64>())
-    ) {
-        on_a_thread(move || run(program, pauses, Some(seed), false));
     }
 
     #[test]
@@ -243,11 +226,6 @@ fn each_tenth_announcement_may_be_left_out() {
 }
 
 /// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
-#[test]
-fn any_call_may_fail_once() {
-    fail_each(|| Stage::new(2), 1);
-}
-
 #[test]
 fn any_call_may_fail_once_where_uses_are_seen_at_launches() {
     // There are three times as many.

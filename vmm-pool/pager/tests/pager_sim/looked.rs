@@ -72,6 +72,8 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
     let text = error.to_string();
     assert!(text.contains(&format!("1 of 1 chunks from {:#x}", stage.start_of(1).0)), "{text}");
     assert!(text.contains("1 of 1 frames are taken, 1 chunks are in use"), "{text}");
+    let waited = Duration::from_micros(stage.pager().report().waited_us);
+    assert!(waited >= SHORT, "what a call has waited is counted: {waited:?}");
     stage.pager().end_call(&looked.expect("paged"));
     stage.try_use(&[1], 1, true).expect("now it is launched");
     stage.end();
