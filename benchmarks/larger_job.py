@@ -3,8 +3,7 @@
 A transformers model of Llama's architecture with some 2 billion parameters in fp32 trains with bf16 autocast,
 checkpointing and 16k tokens a step, by stock fused AdamW. Its 16.6 GB of moments are on the device (`resident`), or go
 through frames by `sublet.paged` (`backward`, `after`, `pauses`, which is `backward` with the whole tenant paused
-and resumed in every fifth step, `tenth`, which is `backward` with each tenth announcement left out, and `looked` and `wo_third_looked`, where
-launches are looked at for uses of the state and announcements are hints). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
+and resumed in every fifth step, and `tenth`, which is `backward` with each tenth announcement left out). Next to them what others do: FSDP2 with `CPUOffloadPolicy`, and torchao's
 `CPUOffloadOptimizer` if it is installed. In `saved` and `saved_backward` what forward saves waits in host memory, by `sublet.saved`; the second is paused as
 `pauses` is. `save_on_cpu` is PyTorch's own way, whose copies the GPU waits for. Rows whose weights are paged, by `sublet.paged(model)`, are those of `larger_weights.py`, and models of 7 and
 14 billion parameters those of `larger_models.py`. Losses of all steps and the sum of all weights' bits are compared with those of
@@ -152,8 +151,6 @@ def optimizer_of(row: Row, args: Any, model: Any) -> Any:
 
         frames = larger_weights.state_frames(row, model, args.frames)
         runner.fact("state_frames_bytes", frames)
-        if row.name.endswith("looked"):
-            look_at_uses()
         optimizer = sublet.paged(optimizer, frames=frames, step=row.step)
     if row.name == "tenth":
         leave_out_announcements(optimizer)
@@ -167,23 +164,6 @@ def leave_out_announcements(optimizer: Any) -> None:
     owner, number = getattr(optimizer, PAGED_BY), itertools.count(1)
     stock = owner._announce
     owner._announce = lambda blocks: None if next(number) % 10 == 0 else stock(blocks)
-
-
-def look_at_uses() -> None:
-    """Has paged optimizers of this process hold nothing: their windows find each use at its launch, as those of weights do."""
-    from sublet._paging import _Paged
-
-    stock = _Paged._set_span
-
-    def set_span(self: Any, block: Any, size: int) -> None:
-        # Before anything is given out.
-        if not getattr(self, "is_looked", False):
-            self.is_looked = True
-            self._library.page_look(self.pager)
-        stock(self, block, size)
-
-    _Paged._set_span = set_span
-    _Paged._hold = _Paged._let_go = lambda *_: None
 
 
 def pause_soon() -> subprocess.Popen[bytes]:
@@ -215,7 +195,6 @@ ROWS = (
     Row("after", train, step="after"),
     Row("pauses", train, step="backward", is_paused=True),
     Row("tenth", train, step="backward"),
-    Row("looked", train, step="backward"),
     Row("save_on_cpu", train),
     Row("saved", train, is_saved=True),
     Row("saved_backward", train, is_saved=True, step="backward", is_paused=True),
@@ -227,7 +206,6 @@ ROWS = (
     Row("w_third", train, weights=third),
     Row("region_third", train, weights=third),
     Row("wo_third", train, weights=third, step="backward"),
-    Row("wo_third_looked", train, weights=third, step="backward"),
     Row("wo_third_after", train, weights=third, step="after"),
     Row("wo_sixth", train, weights=sixth, step="backward", frames=Frames.LIKE_WEIGHTS),
     Row("wo_twelfth", train, weights=twelfth, step="backward", frames=Frames.LEAST),

@@ -189,14 +189,16 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
 
 /* Larger than memory: addresses whose contents are on the device by turns, while the process runs. A pager is a window of
  * addresses on one device, in chunks, of which at most frames_bytes are on the device, and with UINT64_MAX as many as the device and the
- * budget give, less 1 GiB; the rest lies in host memory. If other memory of the process finds no room, frames are given up. A use of a
- * span (what sublet_page_alloc gave) is between sublet_page_acquire and sublet_page_release, and its work is launched
- * on the stream (a CUstream) that both are told. What touches the addresses outside of that is an illegal access. The device's context is current on the
- * calling thread, no stream is under capture, and no more is used together than the frames hold.
+ * budget give, less 1 GiB; the rest lies in host memory. If other memory of the process finds no room, frames are given up. Each launch,
+ * copy and fill that names an address of a span (what sublet_page_alloc gave) waits until all of the span is on the device. Kernels'
+ * parameters are compared, also inside of structures; addresses that lie in device memory are not seen. What touches the addresses unseen
+ * is an illegal access while they are away. A call that needs more than there are frames fails for want of memory. What was used in the
+ * same order before comes ahead of its use. It needs a driver for CUDA 12.4 or newer.
  *
- * sublet_page_acquire waits for at most timeout_ms of the time that the process is not paused, until all is on the device, and has the
- * stream wait for what is still being copied. sublet_page_release says if anything was written. sublet_page_announce has spans come
- * while the device works, in this order. sublet_page_flush waits until the host has all that was written by uses that have ended.
+ * sublet_page_announce is a hint that spans are used next: they come while the device works, in this order. sublet_page_acquire waits for
+ * at most timeout_ms of the time that the process is not paused, until spans are mapped, and they stay until sublet_page_release: for
+ * work that is not seen, which has ended by then, and for questions to the driver about their addresses.
+ * sublet_page_flush waits until the host has all that was written by uses that have ended.
  * Errors:
  * SUBLET_ERROR_ARGUMENT when chunks are of a size that the device does not allocate, when 0 bytes are wanted, and when more is used
  * together than fits (each text says what works), SUBLET_ERROR_RETRY when it
@@ -204,13 +206,8 @@ int sublet_unused(uint64_t token, const uint64_t *starts, const uint64_t *sizes,
 int sublet_page_open(int device, uint64_t window_bytes, uint64_t chunk_bytes, uint64_t frames_bytes, uint64_t *pager);
 /* Gives all of its memory back when the last use is over. */
 int sublet_page_close(uint64_t pager);
-/* From now on, and before anything is given out, uses are also seen where nobody announces them: each launch, copy and fill that names
- * an address of a span waits until all of the span is on the device. Kernels' parameters are compared, also inside of structures;
- * addresses that lie in device memory are not seen. A call that needs more than there are frames fails for want of memory.
- * What was used in the same order before comes ahead of its use. */
-int sublet_page_look(uint64_t pager);
 /* From now on memory of 1 MiB and more that cuMemAlloc gives to regions of this tag, on the pager's device, lies in the pager's window, whichever library
- * asks for it; cuMemFree gives it up. It takes no device memory before it is used. After sublet_page_look. A tag has one pager a device. Such memory is
+ * asks for it; cuMemFree gives it up. It takes no device memory before it is used. A tag has one pager a device. Such memory is
  * within reach of no other device and no other process, and belongs to no tag for a pause by tag. The pager cannot be
  * closed before it is freed. */
 int sublet_page_region(uint64_t pager, const char *tag);
@@ -218,8 +215,8 @@ int sublet_page_region(uint64_t pager, const char *tag);
  * before it is needed: SUBLET_ERROR_OUT_OF_HOST_MEMORY when copies of all that is paged would not fit within its limits. */
 int sublet_page_alloc(uint64_t pager, uint64_t size_bytes, uint64_t *span);
 int sublet_page_free(uint64_t pager, uint64_t span);
-int sublet_page_acquire(uint64_t pager, const uint64_t *spans, size_t count, uint64_t stream, uint32_t timeout_ms);
-int sublet_page_release(uint64_t pager, const uint64_t *spans, size_t count, uint64_t stream, int has_written);
+int sublet_page_acquire(uint64_t pager, const uint64_t *spans, size_t count, uint32_t timeout_ms);
+int sublet_page_release(uint64_t pager, const uint64_t *spans, size_t count);
 int sublet_page_announce(uint64_t pager, const uint64_t *spans, size_t count);
 int sublet_page_flush(uint64_t pager, uint32_t timeout_ms);
 /* From now on at most so much is on the device. */
@@ -230,7 +227,7 @@ int64_t sublet_page_plan_json(uint64_t pager, char *buffer, size_t size);
 /* JSON: "chunk_bytes", "paged_bytes", "frames_bytes", "resident_bytes", "stays_bytes", and so far "out_bytes", "in_bytes", "unchanged_bytes"
  * (that needed no copy out), "exchanges", "hits" and "misses" (uses that found all of their memory on the device, and that did not), "calls"
  * (that were seen), "waited_us" (by these), "remaps" (chunks that were given device memory) and "remap_us" (the driver's time for them).
- * "unseen" are writes that no use and no call has shown, if SUBLET_PAGING_CHECK=1: each "address", "size_bytes", "span" and "span_bytes" (its
+ * "unseen" are writes that no call has shown, if SUBLET_PAGING_CHECK=1: each "address", "size_bytes", "span" and "span_bytes" (its
  * allocation), "chunk", "after_use" and "before_use". "chunks" has a letter for each chunk, in the
  * order of addresses: a away, i on its way in, h on the device and the same in host memory, w on the device and written since it was copied
  * to the host, o on its way out, - of no span. */

@@ -159,7 +159,6 @@ functions! {
         pager: *mut u64,
     ) -> ::core::ffi::c_int;
     pub fn sublet_page_close(pager: u64) -> ::core::ffi::c_int;
-    pub fn sublet_page_look(pager: u64) -> ::core::ffi::c_int;
     pub fn sublet_page_region(pager: u64, tag: *const ::core::ffi::c_char) -> ::core::ffi::c_int;
     pub fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *mut u64) -> ::core::ffi::c_int;
     pub fn sublet_page_free(pager: u64, span: u64) -> ::core::ffi::c_int;
@@ -167,16 +166,9 @@ functions! {
         pager: u64,
         spans: *const u64,
         count: usize,
-        stream: u64,
         timeout_ms: u32,
     ) -> ::core::ffi::c_int;
-    pub fn sublet_page_release(
-        pager: u64,
-        spans: *const u64,
-        count: usize,
-        stream: u64,
-        has_written: ::core::ffi::c_int,
-    ) -> ::core::ffi::c_int;
+    pub fn sublet_page_release(pager: u64, spans: *const u64, count: usize) -> ::core::ffi::c_int;
     pub fn sublet_page_announce(pager: u64, spans: *const u64, count: usize) -> ::core::ffi::c_int;
     pub fn sublet_page_flush(pager: u64, timeout_ms: u32) -> ::core::ffi::c_int;
     pub fn sublet_page_set_frames(

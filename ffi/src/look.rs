@@ -1,9 +1,8 @@
 //! The launch look: which memory of windows a call to the driver names.
 //!
-//! The uses of some windows are announced by nobody. Each call that gives work to a device is compared, word by word,
-//! with the addresses of such windows. The look reads a kernel's parameters as the driver describes them, and the
-//! ranges of copies and fills. It also reads the structures that describe a copy. What is found must be on the device
-//! before the call is made. The thread waits for that outside of the gate.
+//! Each call that gives work to a device is compared, word by word, with the addresses of all windows. The look reads a
+//! kernel's parameters as the driver describes them, and the ranges of copies and fills. It also reads the structures that
+//! describe a copy. What is found must be on the device before the call is made. The thread waits for that outside of the gate.
 //!
 //! | call | what is compared |
 //! | --- | --- |
@@ -19,7 +18,7 @@
 //!
 //! A call in another context than that of the window's pager returns when its work has ended.
 //!
-//! In a process without such windows a call costs one load more.
+//! In a process without windows a call costs one load more.
 
 #![expect(unsafe_code, reason = "reads what callers give to the driver")]
 
@@ -85,10 +84,9 @@ pub(crate) fn is_on() -> bool {
     HULL.load(Ordering::Relaxed) != 0
 }
 
-/// Looks for uses of those among all windows that are to be looked at.
+/// Looks for uses of these windows, which are all.
 pub(crate) fn at(windows: &[Window<CudaDriver>]) {
-    let looked = windows.iter().filter(|known| known.looked_in.is_some());
-    let ranges = looked.map(|known| known.pager.window());
+    let ranges = windows.iter().map(|known| known.pager.window());
     let hull = ranges.map(|range| (range.start.0, range.end().0));
     let hull = hull.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)));
     HULL.store(hull.map_or(0, |(first, end)| Hull::packed(first, end)), Ordering::SeqCst);
@@ -334,8 +332,8 @@ pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
         let raw = RawStream(stream.expose_provenance() as u64);
         let current = contexts::current_context();
-        for (_, pager, context) in looked(&runtime::windows().list()) {
-            pager.stream_ends(raw, current == context);
+        for Window { pager, context, .. } in &*runtime::windows().list() {
+            pager.stream_ends(raw, current == *context);
         }
     }
 }
@@ -343,19 +341,8 @@ pub(crate) fn stream_ends(stream: Pointer) {
 /// A capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
-        let windows = runtime::windows().list();
-        looked(&windows).for_each(|(_, pager, _)| pager.capture_begins());
+        runtime::windows().list().iter().for_each(|known| known.pager.capture_begins());
     }
-}
-
-/// The windows where uses are looked for: the place in the list, and the context of the pager.
-fn looked(
-    windows: &[Window<CudaDriver>],
-) -> impl Iterator<Item = (usize, &Pager<CudaDriver>, Option<RawContext>)> {
-    windows
-        .iter()
-        .enumerate()
-        .filter_map(|(index, known)| Some((index, &*known.pager, known.looked_in?)))
 }
 
 /// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
@@ -379,8 +366,8 @@ impl StaysInUse {
         begin: impl Fn(&Pager<CudaDriver>, In) -> Result<Option<Touched>, E>,
     ) -> Result<Option<Self>, E> {
         let current = contexts::current_context();
-        for (index, pager, context) in looked(&self.windows) {
-            let Some(touched) = begin(pager, place_in(context, place, current))? else { continue };
+        for (index, Window { pager, context, .. }) in self.windows.iter().enumerate() {
+            let Some(touched) = begin(pager, place_in(*context, place, current))? else { continue };
             if self.first.is_none() {
                 self.first = Some((index, touched));
             } else {
@@ -451,7 +438,7 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<StaysInUse> {
         return None;
     }
     let seen = StaysInUse::new();
-    if !looked(&seen.windows).any(|(_, pager, _)| pager.has_captured()) {
+    if !seen.windows.iter().any(|known| known.pager.has_captured()) {
         return None;
     }
     let device = runtime::current_device().ok();

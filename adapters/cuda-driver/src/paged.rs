@@ -42,8 +42,8 @@ pub struct Window<D: Driver> {
     number: u64,
     /// Its pager.
     pub pager: Arc<Pager<D>>,
-    /// The context that its pager works in, if there is one, where uses are looked for.
-    pub looked_in: Option<Option<RawContext>>,
+    /// The context that its pager works in, if there is one.
+    pub context: Option<RawContext>,
     /// The tags of the regions whose memory lies there.
     tags: BTreeSet<String>,
 }
@@ -54,11 +54,6 @@ pub enum PagedRegionError {
     /// The tag is none, or has other contents.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The uses of memory of a region would not be seen.
-    #[error(
-        "this window does not look for uses, which memory of a region needs: call sublet_page_look first"
-    )]
-    NotLooked,
     /// The window is about to end, and somebody has memory of it.
     #[error(
         "memory lies in this window, which tag '{tag}' has: free all of it before the window is closed"
@@ -112,13 +107,21 @@ impl<D: Driver> Windows<D> {
         Some(done)
     }
 
-    /// Opens a window. Its number comes out.
-    pub fn open(&self, pager: Pager<D>) -> u64 {
+    /// Opens a window, with its pager in `context`. `then` sees all windows before anybody has an address of it. Its number comes out.
+    pub fn open(
+        &self,
+        pager: Pager<D>,
+        context: Option<RawContext>,
+        then: impl FnOnce(&[Window<D>]),
+    ) -> u64 {
         let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
         let number = self.opened.fetch_add(1, Ordering::Relaxed) + 1;
         let pager = Arc::new(pager);
-        let new = Window { number, pager, looked_in: None, tags: BTreeSet::new() };
-        *all = Some(all.iter().flat_map(|all| all.iter().cloned()).chain([new]).collect());
+        let new = Window { number, pager, context, tags: BTreeSet::new() };
+        let list: WindowList<D> =
+            all.iter().flat_map(|all| all.iter().cloned()).chain([new]).collect();
+        then(&list);
+        *all = Some(list);
         number
     }
 
@@ -127,20 +130,12 @@ impl<D: Driver> Windows<D> {
         self.find(|known| known.number == number)
     }
 
-    /// Uses of this window are looked for, with its pager in `context`. `then` sees all windows. Nobody has an address of it yet.
-    pub fn look(&self, number: u64, context: Option<RawContext>, then: impl FnOnce(&[Window<D>])) {
-        self.change(number, |all, place| all[place].looked_in = Some(context), then);
-    }
-
     /// From now on memory that regions of `tag` ask for on the device of this window lies there. What they have stays as it is.
     ///
     /// # Errors
     /// [`PagedRegionError`]: nothing has changed.
     pub fn page(&self, number: u64, tag: &str) -> Result<(), PagedRegionError> {
         let set = |all: &mut Vec<Window<D>>, place: usize| {
-            if all[place].looked_in.is_none() {
-                return Err(PagedRegionError::NotLooked);
-            }
             region::page(tag)?;
             let device = all[place].pager.device();
             if all.iter().any(|known| known.is_for(tag, device)) {

@@ -208,11 +208,6 @@ impl Library {
         Ok(span)
     }
 
-    /// Has uses seen at launches from now on.
-    fn page_look(&self, py: Python<'_>, pager: u64) -> PyResult<()> {
-        call!(self, py, "paged", sublet_page_look(pager))
-    }
-
     /// Has memory of regions of a tag lie in a window.
     fn page_region(&self, py: Python<'_>, pager: u64, tag: &str) -> PyResult<()> {
         let tag = CString::new(tag)?;
@@ -224,38 +219,25 @@ impl Library {
         call!(self, py, "paged", sublet_page_free(pager, span))
     }
 
-    /// Begins a use.
+    /// Has spans be mapped.
     fn page_acquire(
         &self,
         py: Python<'_>,
         pager: u64,
         spans: Vec<u64>,
-        stream: u64,
         timeout_ms: u32,
     ) -> PyResult<()> {
         call!(
             self,
             py,
             "paged",
-            sublet_page_acquire(pager, spans.as_ptr(), spans.len(), stream, timeout_ms)
+            sublet_page_acquire(pager, spans.as_ptr(), spans.len(), timeout_ms)
         )
     }
 
-    /// Ends a use.
-    fn page_release(
-        &self,
-        py: Python<'_>,
-        pager: u64,
-        spans: Vec<u64>,
-        stream: u64,
-        has_written: bool,
-    ) -> PyResult<()> {
-        call!(
-            self,
-            py,
-            "paged",
-            sublet_page_release(pager, spans.as_ptr(), spans.len(), stream, has_written.into())
-        )
+    /// Lets spans leave again.
+    fn page_release(&self, py: Python<'_>, pager: u64, spans: Vec<u64>) -> PyResult<()> {
+        call!(self, py, "paged", sublet_page_release(pager, spans.as_ptr(), spans.len()))
     }
 
     /// Says how much of a window may be on the device.

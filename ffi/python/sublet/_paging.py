@@ -1,11 +1,13 @@
-"""Optimizers whose state is on the device by turns, and in host memory otherwise."""
+"""Optimizers whose state is on the device by turns, and in host memory otherwise.
+
+The library sees its uses at launches, and brings what is announced ahead of them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import sys
-import time
 import types
 import weakref
 from collections import defaultdict
@@ -111,7 +113,6 @@ class _Paged:
         self._stock_step = _unbound(optimizer.step)
         self._stock_load = _unbound(optimizer.load_state_dict)
         self._when, self._keeps_gradients = step, keeps_gradients
-        self._waited_us = 0
         self._blocks: list[_Block] = []
         self._block_of: dict[int, _Block] = {}
         self.device = device_of(optimizer)
@@ -225,21 +226,13 @@ class _Paged:
 
     # Uses.
 
-    def _stream(self) -> int:
-        return int(self._torch.cuda.current_stream(self.device).cuda_stream)
-
-    def _hold(self, span: int) -> None:
-        if self._torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                "paged: the optimizer's state is paged, which a graph under capture cannot use: "
-                "step outside of the graph"
-            )
-        began_ns = time.monotonic_ns()
-        self._library.page_acquire(self.pager, [span], self._stream(), _WAIT_MS)
-        self._waited_us += (time.monotonic_ns() - began_ns) // 1000
-
-    def _let_go(self, span: int, has_written: bool) -> None:
-        self._library.page_release(self.pager, [span], self._stream(), has_written)
+    def _refuse_capture(self) -> None:
+        with self._torch.cuda.device(self.device):
+            if self._torch.cuda.is_current_stream_capturing():
+                raise UsageError(
+                    "paged: the optimizer's state is paged, which a graph under capture cannot use: "
+                    "step outside of the graph"
+                )
 
     def _announce(self, blocks: list[_Block]) -> None:
         spans = [block.span for block in blocks if block.span is not None and block.tensors]
@@ -249,16 +242,11 @@ class _Paged:
     def readable(self, param: Any, state: dict[str, Any], is_for_writing: bool) -> dict[str, Any]:
         """``state`` of ``param``, with copies instead of what is paged. A write to them is refused if nobody would see it."""
         block = self._block_of.get(id(param))
-        held = block.held() if block is not None else None
-        if block is None or held is None:
+        if block is None or block.held() is None:
             return state
         paged = {name for name in state if (id(param), name) in block.tensors}
-        with self._torch.cuda.device(self.device):
-            self._hold(held)
-            try:
-                copies = {name: state[name].detach().cpu() for name in paged}
-            finally:
-                self._let_go(held, False)
+        self._refuse_capture()
+        copies = {name: state[name].detach().cpu() for name in paged}
         if is_for_writing:
             return {name: copies.get(name, value) for name, value in state.items()}
         fixed = {name: read_only(value, self._torch) for name, value in copies.items()}
@@ -275,6 +263,7 @@ class _Paged:
         ]
         if all(block.tensors.get((id(param), name)) is value for param, name, value in tensors):
             return
+        self._refuse_capture()
         values = [value for _, _, value in tensors]
         places = [_span_bytes(values[:index]) for index in range(len(values))]
         new, old = block, block.held()
@@ -282,10 +271,10 @@ class _Paged:
             new = _Block()
         self._set_span(new, _span_bytes(values))
         span: Any = new.span
+        held = [span] if old is None else [span, old]
         with self._torch.cuda.device(self.device):
-            held = [span] if old is None else [span, old]
-            stream = self._stream()
-            self._library.page_acquire(self.pager, held, stream, _WAIT_MS)
+            # PyTorch asks the driver whose an address is: it has memory while it is held.
+            self._library.page_acquire(self.pager, held, _WAIT_MS)
             try:
                 moved = {}
                 for (param, name, value), place in zip(tensors, places):
@@ -293,7 +282,7 @@ class _Paged:
                     tensor.copy_(value)
                     moved[id(param), name] = (param, tensor)
             finally:
-                self._library.page_release(self.pager, held, stream, True)
+                self._library.page_release(self.pager, held)
         block.span, block.span_bytes = new.span, new.span_bytes
         block.tensors = {key: tensor for key, (_, tensor) in moved.items()}
         for (_, name), (param, tensor) in moved.items():
@@ -307,7 +296,6 @@ class _Paged:
 
     def _tensor_at(self, address: int, like: Any) -> Any:
         size_bytes = like.numel() * like.element_size()
-        # The address has memory now: PyTorch asks the driver whose it is.
         raw = self._torch.as_tensor(_Bytes(address, size_bytes), device=self.device)
         if raw.data_ptr() != address:
             raise UsageError("paged: this PyTorch copies memory that it is given: use another version")
@@ -330,9 +318,8 @@ class _Paged:
         for number, param in params:
             chosen.setdefault(number, []).append(param)
         with self._torch.cuda.device(self.device):
-            held = block.held()
-            if held is not None:
-                self._hold(held)
+            if block.held() is not None:
+                self._refuse_capture()
             now = [{**groups[number], "params": some} for number, some in sorted(chosen.items())]
             before = [dict(group) for group in now]
             try:
@@ -348,8 +335,6 @@ class _Paged:
                 refuse_changed_groups(before, optimizer.param_groups)
             finally:
                 optimizer.param_groups, optimizer.state = groups, state
-                if held is not None:
-                    self._let_go(held, True)
             self._adopt(optimizer, block)
 
     def step(self, closure: Any = None) -> Any:
@@ -451,7 +436,6 @@ class _Paged:
     def report(self) -> dict[str, Any]:
         """What is where, and what was copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
-        found["waited_us"] = found.get("waited_us", 0) + self._waited_us
         return {"device": self.device.index, "step": self._when, "blocks": len(self._blocks), **found}
 
 

@@ -29,7 +29,6 @@ class PagedRegion:
         self.device, self._tag, self._library = device, tag, library
         self.pager = library.page_open(device, _WINDOW_BYTES, _CHUNK_BYTES, frames)
         try:
-            library.page_look(self.pager)
             library.page_region(self.pager, tag)
         except BaseException:
             library.page_close(self.pager)

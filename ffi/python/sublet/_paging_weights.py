@@ -1,7 +1,7 @@
 """Modules whose parameters are on the device by turns, and in host memory otherwise.
 
-Nobody announces their uses. Each launch is compared with the window's addresses by the library, which waits for what
-the launch uses, and brings what followed in the step before. So tied weights, checkpointing and an order that changes are right.
+Each launch is compared with the window's addresses by the library, which waits for what the launch uses, and brings what
+followed in the step before. So tied weights, checkpointing and an order that changes are right.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class PagedModule:
         self.pager = library.page_open(self.device.index, self._total, _CHUNK_BYTES, self._fitting(frames))
         owner = _Owner()
         weakref.finalize(owner, library.page_close, self.pager).atexit = False
-        library.page_look(self.pager)
         moved: list[tuple[Any, Any]] = []
         try:
             for param in params:
@@ -88,9 +87,8 @@ class PagedModule:
         """Moves one parameter into the window. Where it was."""
         torch, before = self._torch, param.device
         with torch.cuda.device(self.device), torch.no_grad():
-            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
             # PyTorch asks the driver whose an address is: it has memory while it is held.
-            self._library.page_acquire(self.pager, [address], stream, _WAIT_MS)
+            self._library.page_acquire(self.pager, [address], _WAIT_MS)
             try:
                 raw = torch.as_tensor(_OwnedBytes(address, _size_of(param), owner), device=self.device)
                 if raw.data_ptr() != address:
@@ -98,7 +96,7 @@ class PagedModule:
                 tensor = raw.view(param.dtype).as_strided(param.shape, param.stride())
                 tensor.copy_(param.detach())
             finally:
-                self._library.page_release(self.pager, [address], stream, True)
+                self._library.page_release(self.pager, [address])
         self._set(param, tensor)
         return before
 

@@ -155,7 +155,6 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
     torch.nn = types.SimpleNamespace(Module=Module, Parameter=Parameter, RNNBase=Recurrent)
     torch.cuda = types.SimpleNamespace(
         device=lambda _: contextlib.nullcontext(),
-        current_stream=lambda _: types.SimpleNamespace(cuda_stream=5),
         current_device=lambda: 0,
         is_current_stream_capturing=lambda: False,
         empty_cache=lambda: None,
@@ -177,10 +176,10 @@ def test_parameters_stay_the_same_objects_and_lie_in_the_window_in_order(pages: 
     assert (first.address, second.address) == (1 << 60, (1 << 60) + 512)
     assert [Tensor.memory[param.address] for param in (first, second)] == [1.5, 2.5]
     # No more frames than all of it needs.
-    assert pages.said[:3] == [("open", 0, 2 * CHUNK, CHUNK, 2 * CHUNK), ("page_look", 7), ("alloc", 400)]
+    assert pages.said[:3] == [("open", 0, 2 * CHUNK, CHUNK, 2 * CHUNK), ("alloc", 400), ("page_acquire", 7, [1 << 60], _paging._WAIT_MS)]
     held = [said for said in pages.said if said[0] in ("page_acquire", "page_release")]
-    assert [(said[0], said[2], said[3]) for said in held] == [
-        (name, [address], 5)
+    assert [(said[0], said[2]) for said in held] == [
+        (name, [address])
         for address in (first.address, second.address)
         for name in ("page_acquire", "page_release")
     ]

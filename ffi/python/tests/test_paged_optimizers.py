@@ -183,11 +183,11 @@ class Library:
 
     def page_free(self, pager: int, span: int) -> None: ...
 
-    def page_acquire(self, pager: int, spans: list[int], stream: int, wait_ms: int) -> None:
+    def page_acquire(self, pager: int, spans: list[int], wait_ms: int) -> None:
         self.may_fail("acquire")
         self.held += spans
 
-    def page_release(self, pager: int, spans: list[int], stream: int, has_written: bool) -> None:
+    def page_release(self, pager: int, spans: list[int]) -> None:
         for span in spans:
             self.held.remove(span)
 
@@ -209,7 +209,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     optim = types.SimpleNamespace(Optimizer=Optimizer, LBFGS=LBFGS, Adam=Adam, AdamW=Adam)
     cuda = types.SimpleNamespace(
         device=lambda _device: contextlib.nullcontext(),
-        current_stream=lambda _device: types.SimpleNamespace(cuda_stream=0),
         is_current_stream_capturing=lambda: False,
     )
     torch.optim, torch.cuda, torch.Tensor = optim, cuda, Tensor
@@ -329,6 +328,22 @@ def test_optimizers_that_look_across_parameters_are_refused_by_name(
     assert library.opened == []
 
 
+def test_graph_under_capture_neither_steps_nor_reads_nor_makes_state(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = Optimizer(parameters(8)), Optimizer(parameters(8))
+    (param,) = old.param_groups[0]["params"]
+    for optimizer in (old, new):
+        sublet.paged(optimizer, frames="1GiB")
+        optimizer.param_groups[0]["params"][0].grad = Tensor(8, 1.0)
+    old.step()
+    cuda: Any = sys.modules["torch"].cuda
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: True)
+    for use in (old.step, new.step, lambda: old.state[param]):
+        with pytest.raises(sublet.UsageError, match="a graph under capture cannot use: step outside of the graph"):
+            use()
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
+    assert (old.state[param]["sum"].value, library.held) == (1.0, [])
+
+
 def test_step_that_keeps_something_in_its_group_is_refused_at_its_first_block(library: Library) -> None:
     optimizer = CountsInGroup(parameters(CHUNK // 4, CHUNK // 4))
     sublet.paged(optimizer, frames="1GiB")
@@ -433,7 +448,14 @@ def test_step_that_fails_half_way_ends_its_pass(library: Library) -> None:
         param.backward(1.0)
     optimizer.step()
     params[0].backward(1.0)
-    library.fails_in, library.fails_at = "acquire", 1
+    owner = getattr(optimizer, "_sublet_paged")
+    stock = owner._stock_step
+
+    def finds_no_room(_optimizer: Any) -> None:
+        owner._stock_step = stock
+        raise sublet.OutOfHostMemory("no place")
+
+    owner._stock_step = finds_no_room
     with pytest.raises(sublet.OutOfHostMemory):
         optimizer.step()
     # Nothing has stepped: it is as if the next pass were accumulated.
@@ -531,18 +553,6 @@ def test_state_that_is_read_is_not_written_and_what_state_dicts_have_is(library:
         assert copied["sum"].zero_().value == 0.0
     assert type(copied) is dict and type(copied["sum"]) is Tensor
     assert reads[0]()["sum"].value == 5.0
-
-
-def test_report_counts_what_steps_have_waited(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = Optimizer(parameters(8))
-    sublet.paged(optimizer, frames="1GiB", step="after")
-    instants = iter(range(0, 1 << 60, 2_000_000))
-    monkeypatch.setattr(_paging, "time", types.SimpleNamespace(monotonic_ns=lambda: next(instants)))
-    setattr(library, "page_report", lambda _pager: '{"waited_us": 5}')
-    for _ in range(2):
-        optimizer.param_groups[0]["params"][0].backward(1.0)
-        optimizer.step()
-    assert getattr(optimizer, "_sublet_paged").report()["waited_us"] == 5 + 2000
 
 
 class Averaged:

@@ -27,19 +27,19 @@ def test_four_spans_go_through_the_frames_of_two_and_keep_their_bytes() -> None:
     spans = [library.page_alloc(pager, CHUNK) for _ in range(4)]
     before = free_bytes()
     for fill, span in enumerate(spans, 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         memory = Memory(span, CHUNK, 0)
         assert memory.read() == bytes(CHUNK)
         memory.write(bytes([fill]) * CHUNK)
-        library.page_release(pager, [span], 0, True)
+        library.page_release(pager, [span])
     assert before - free_bytes() <= 2 * CHUNK
     library.page_announce(pager, spans[:1])
     sublet.pause()
     sublet.resume()
     for fill, span in enumerate(spans, 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
-        library.page_release(pager, [span], 0, False)
+        library.page_release(pager, [span])
     told = json.loads(library.page_report(pager))
     assert (told["paged_bytes"], told["frames_bytes"], told["chunk_bytes"]) == (4 * CHUNK, 2 * CHUNK, CHUNK)
     assert told["resident_bytes"] <= 2 * CHUNK and told["exchanges"] > 0
@@ -47,7 +47,7 @@ def test_four_spans_go_through_the_frames_of_two_and_keep_their_bytes() -> None:
     assert json.loads(library.page_report(pager))["resident_bytes"] <= CHUNK
     library.page_set_frames(pager, 2 * CHUNK, WAIT_MS)
     with pytest.raises(sublet.UsageError, match=f"give at least {3 * CHUNK} bytes"):
-        library.page_acquire(pager, spans[:3], 0, WAIT_MS)
+        library.page_acquire(pager, spans[:3], WAIT_MS)
     with pytest.raises(sublet.UsageError, match="nothing that is paged"):
         library.page_free(pager, spans[0] + 1)
     call("cuCtxSynchronize")
@@ -64,8 +64,8 @@ def test_memory_for_frames_waits_for_a_turn(stage: Stage, tmp_path: Path) -> Non
     pages.do("from sublet._library import own_library; simdriver.allocate(2 * MIB).free(); library = own_library()")
     pages.do("pager = library.page_open(0, 64 * MIB, 4 * MIB, 32 * MIB)")
     pages.do("spans = [library.page_alloc(pager, 4 * MIB) for _ in range(8)]")
-    pages.do(f"library.page_acquire(pager, spans, 0, {WAIT_MS})")
-    pages.do("library.page_release(pager, spans, 0, True)")
+    pages.do(f"library.page_acquire(pager, spans, {WAIT_MS})")
+    pages.do("library.page_release(pager, spans)")
     assert idle.do("memory.read() == b'\\x07' * 44 * MIB") is True
 
 
@@ -97,17 +97,17 @@ def test_frames_make_room_for_memory_that_finds_none() -> None:
     pager = library.page_open(0, count * CHUNK, CHUNK, count * CHUNK)
     spans = [library.page_alloc(pager, CHUNK) for _ in range(count)]
     for fill, span in enumerate(spans, 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         if fill <= 3:
             Memory(span, CHUNK, 0).write(bytes([fill]) * CHUNK)
-        library.page_release(pager, [span], 0, fill <= 3)
+        library.page_release(pager, [span])
     assert free_bytes() < 2 * CHUNK
     other = allocate(5 * CHUNK)
     assert json.loads(library.page_report(pager))["resident_bytes"] <= (count - 5) * CHUNK
     for fill, span in enumerate(spans[:3], 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
-        library.page_release(pager, [span], 0, False)
+        library.page_release(pager, [span])
     other.free()
     call("cuCtxSynchronize")
     library.page_close(pager)
@@ -122,8 +122,8 @@ def test_frames_make_room_within_the_budget() -> None:
     pager = library.page_open(0, 64 * CHUNK, CHUNK, 64 * CHUNK)
     spans = [library.page_alloc(pager, CHUNK) for _ in range(16)]
     for span in spans:
-        library.page_acquire(pager, [span], 0, WAIT_MS)
-        library.page_release(pager, [span], 0, False)
+        library.page_acquire(pager, [span], WAIT_MS)
+        library.page_release(pager, [span])
     assert json.loads(library.page_report(pager))["resident_bytes"] == 8 * CHUNK
     other = allocate(5 * CHUNK)
     assert json.loads(library.page_report(pager))["resident_bytes"] <= 3 * CHUNK
@@ -142,9 +142,9 @@ def test_frames_give_way_to_a_budget_that_is_lowered() -> None:
     pager = library.page_open(0, 16 * CHUNK, CHUNK, 8 * CHUNK)
     spans = [library.page_alloc(pager, CHUNK) for _ in range(8)]
     for fill, span in enumerate(spans, 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         Memory(span, CHUNK, 0).write(bytes([fill]) * CHUNK)
-        library.page_release(pager, [span], 0, True)
+        library.page_release(pager, [span])
     assert json.loads(library.page_report(pager))["resident_bytes"] == 8 * CHUNK
     sublet.budget(f"{(held + 4 * CHUNK) >> 20}MiB")
     end = time.monotonic() + 60
@@ -153,9 +153,9 @@ def test_frames_give_way_to_a_budget_that_is_lowered() -> None:
         time.sleep(0.05)
     assert json.loads(library.page_report(pager))["resident_bytes"] == 4 * CHUNK
     for fill, span in enumerate(spans, 1):
-        library.page_acquire(pager, [span], 0, WAIT_MS)
+        library.page_acquire(pager, [span], WAIT_MS)
         assert Memory(span, CHUNK, 0).read() == bytes([fill]) * CHUNK
-        library.page_release(pager, [span], 0, False)
+        library.page_release(pager, [span])
     assert sublet.budget()["gpus"][0]["held_bytes"] <= held + 4 * CHUNK
     call("cuCtxSynchronize")
     library.page_close(pager)

@@ -37,7 +37,7 @@ agrees! {
         sublet_region_begin_all_threads sublet_region_end_all_threads;
     contents: sublet_host_copy sublet_set_file_dir sublet_host_copy_out sublet_set_unused_source
         sublet_unused;
-    paging: sublet_page_open sublet_page_close sublet_page_look sublet_page_region sublet_page_alloc sublet_page_free
+    paging: sublet_page_open sublet_page_close sublet_page_region sublet_page_alloc sublet_page_free
         sublet_page_acquire sublet_page_release sublet_page_announce sublet_page_flush
         sublet_page_set_frames sublet_page_plan_json sublet_page_json;
     pluggable: sublet_torch_malloc sublet_torch_free;

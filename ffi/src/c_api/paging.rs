@@ -9,7 +9,7 @@ use std::time::Duration;
 use sublet_pager::{PageError, PageResult, Pager, WindowSize};
 use tenants::error_text::chain;
 use vmm_pool::PoolError;
-use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode, RawStream};
+use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode};
 
 use super::regions::tag_of;
 use super::stats::answer;
@@ -101,6 +101,13 @@ pub unsafe extern "C" fn sublet_page_open(
         if pager.is_null() || device < 0 {
             return fail(ARGUMENT, "paging needs a device, and a place for the pager's number");
         }
+        if !look::is_possible() {
+            return fail(
+                REFUSED,
+                "this driver does not describe the parameters of kernels, which paging needs: install one for CUDA 12.4 or \
+                 newer",
+            );
+        }
         let size = WindowSize { window_bytes, chunk_bytes, frames_bytes };
         let pool = Arc::clone(member.pool());
         let made = Pager::new(pool, DeviceOrdinal(device), size, member.host_budget());
@@ -108,8 +115,10 @@ pub unsafe extern "C" fn sublet_page_open(
             if environment::at_joining().settings.checks_paging {
                 made.check_writes();
             }
+            let context = contexts::of_our_threads(member.pool().driver(), made.device());
+            let number = runtime::windows().open(made, context, look::at);
             // SAFETY: checked not to be null; the caller's for one number.
-            unsafe { pager.write(runtime::windows().open(made)) };
+            unsafe { pager.write(number) };
         }))
     })
 }
@@ -141,23 +150,6 @@ pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *m
     })
 }
 
-/// Has uses seen at launches from now on.
-#[unsafe(no_mangle)]
-pub extern "C" fn sublet_page_look(pager: u64) -> c_int {
-    with(pager, |found| {
-        if !look::is_possible() {
-            return fail(
-                REFUSED,
-                "this driver does not describe the parameters of kernels, which looking for uses needs: install one for CUDA \
-                 12.4 or newer, or announce every use",
-            );
-        }
-        let context = runtime::member()
-            .and_then(|member| contexts::of_our_threads(member.pool().driver(), found.device()));
-        done(found.look_for_uses().map(|()| runtime::windows().look(pager, context, look::at)))
-    })
-}
-
 /// Pages the memory of a region.
 ///
 /// # Safety
@@ -181,7 +173,7 @@ pub extern "C" fn sublet_page_free(pager: u64, span: u64) -> c_int {
     with(pager, |pager| done(pager.free(DeviceAddress(span))))
 }
 
-/// Begins a use.
+/// Has spans be mapped.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses.
@@ -190,7 +182,6 @@ pub unsafe extern "C" fn sublet_page_acquire(
     pager: u64,
     spans: *const u64,
     count: usize,
-    stream: u64,
     timeout_ms: u32,
 ) -> c_int {
     let limit = Duration::from_millis(timeout_ms.into());
@@ -198,26 +189,19 @@ pub unsafe extern "C" fn sublet_page_acquire(
     unsafe {
         with_spans(pager, spans, count, |it, spans| {
             let ranges: Vec<_> = spans.iter().filter_map(|span| it.span_at(*span)).collect();
-            look::with_room(it, &ranges, || it.acquire(spans, RawStream(stream), limit))
+            look::with_room(it, &ranges, || it.acquire(spans, limit))
         })
     }
 }
 
-/// Ends a use.
+/// Lets spans leave again.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sublet_page_release(
-    pager: u64,
-    spans: *const u64,
-    count: usize,
-    stream: u64,
-    has_written: c_int,
-) -> c_int {
-    let (stream, has_written) = (RawStream(stream), has_written != 0);
+pub unsafe extern "C" fn sublet_page_release(pager: u64, spans: *const u64, count: usize) -> c_int {
     // SAFETY: as this function's caller promises.
-    unsafe { with_spans(pager, spans, count, |it, spans| it.release(spans, stream, has_written)) }
+    unsafe { with_spans(pager, spans, count, Pager::release) }
 }
 
 /// Says what is used next.

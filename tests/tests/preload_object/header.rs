@@ -169,7 +169,7 @@ fn uses_of_paged_memory_that_nobody_announces_are_seen_at_launches() {
     );
     assert_eq!(
         said(&["region"]),
-        "paged 0, without a look 1, twice 1, other policy 1\n\
+        "paged 0, twice 1, other policy 1\n\
          takes 0, in reach 1, outside 1\n\
          right 8, within frames 1, paused 1, right 8\n\
          not shared 1, inside 1, twice 1\n\

@@ -8,7 +8,7 @@ use vmm_pool::gate::Passage;
 use vmm_pool::{Describe, PoolResult};
 
 use super::marks::Mark;
-use super::table::{WindowChunks, Wrote};
+use super::table::WindowChunks;
 use super::uses::{In, Touched};
 use super::{PagedWindow, Pager};
 
@@ -48,7 +48,7 @@ impl<D: Driver> PagedWindow<D> {
     }
 
     /// An event behind all that `stream` was given.
-    pub(super) fn mark_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
+    fn mark_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
         let mark = self.mark()?;
         let recorded = self.pool.driver().event_record(mark.event, stream);
         let about = || "the end of a use of paged memory".to_owned();
@@ -94,7 +94,7 @@ impl<D: Driver> PagedWindow<D> {
         let mut calls = self.calls();
         let Some(gone) = calls.lists.ended(number) else { return };
         if let Ok(mark) = &end {
-            table.used(&gone.chunks, mark.as_ref(), Wrote::Maybe);
+            table.used(&gone.chunks, mark.as_ref());
             if let Some(mark) = mark.as_ref().filter(|_| gone.has_graphs) {
                 table.graph_used(mark);
             }
@@ -125,7 +125,7 @@ impl<D: Driver> PagedWindow<D> {
     fn end_use(&self, end: &PoolResult<End>, chunks: &[usize]) {
         let mut table = self.table();
         match end {
-            Ok(mark) => table.used(chunks, mark.as_ref(), Wrote::Maybe),
+            Ok(mark) => table.used(chunks, mark.as_ref()),
             Err(_) => table.lost(chunks),
         }
         self.tell_end(table, end);

@@ -20,10 +20,10 @@
 //! a copy or to exchange: nothing of that waits. So a pause stops it between two such steps, and copies that are under
 //! way then end before the devices are idle.
 //!
-//! The caller's part: each use of a span is between [`Pager::acquire`] and [`Pager::release`], and the work of it is
-//! launched on the stream that both were told. Or uses are *looked* for ([`Pager::look_for_uses`]): the code that hands work to
-//! the driver shows what it names ([`Pager::begin_call`]). What neither says finds addresses without memory, which ends
-//! the context. In a looked window it never finds wrong bytes: a chunk is mapped there when it is full.
+//! The caller's part: the code that hands work to the driver shows what it names ([`Pager::begin_call`]), and waits until all
+//! of that is on the device. Announcements ([`Pager::announce`]) are hints: they buy time. What nobody shows finds addresses without
+//! memory, which ends the context. It never finds wrong bytes: a chunk is filled at addresses of the pager's own, and mapped
+//! when it is full.
 //!
 //! Locks: `entering`, then the table's, then that of `Calls`, which is a leaf. The last two are never held across a driver call.
 
@@ -43,12 +43,10 @@ mod thread;
 mod uses;
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use vmm_pool::driver::{
-    DeviceAddress, DeviceOrdinal, Driver, DriverError, RawEvent, RawStream, VaRange,
-};
+use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, Driver, DriverError, RawEvent, VaRange};
 use vmm_pool::{
     Class, Contents, Describe, HostBudget, Lender, Pool, PoolResult, VirtualHandle, frame_prop,
 };
@@ -58,8 +56,8 @@ use self::marks::Mark;
 pub use self::plan::Planned;
 pub use self::report::{PageReport, UnseenWrite};
 use self::spans::Spans;
-use self::table::{WindowChunks, Wrote};
-use self::uses::Calls;
+use self::table::WindowChunks;
+use self::uses::{Calls, SLOTS};
 pub use self::uses::{In, Touched};
 
 /// The time between two looks of a wait whether the process is paused. Paused time does not count.
@@ -107,8 +105,6 @@ struct PagedWindow<D: Driver> {
     entering: Mutex<bool>,
     /// The thread has done something, or is to do something.
     changed: Condvar,
-    /// All addresses for copies, in a window where uses are looked for.
-    aside: OnceLock<VaRange>,
     /// The record of what calls use. Its lock is a leaf.
     calls: Mutex<Calls>,
     /// Events that nobody uses now.
@@ -131,6 +127,18 @@ impl<D: Driver> PagedWindow<D> {
         VaRange::new(DeviceAddress(start), self.chunk_bytes)
     }
 
+    /// Addresses for copies, of one number: they lie behind the window.
+    fn range_aside(&self, slot: usize) -> VaRange {
+        let start = self.window.end().0 + slot as u64 * self.chunk_bytes;
+        VaRange::new(DeviceAddress(start), self.chunk_bytes)
+    }
+
+    /// The window with the addresses for copies.
+    fn reserved(&self) -> VaRange {
+        let aside_bytes = SLOTS as u64 * self.chunk_bytes;
+        VaRange::new(self.window.start, self.window.size_bytes + aside_bytes)
+    }
+
     /// An event that nobody uses. The window's context is current.
     fn mark(&self) -> PoolResult<Mark> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -146,7 +154,7 @@ impl<D: Driver> PagedWindow<D> {
         let mut calls = self.calls();
         calls.want_ends();
         let freed = table.free(calls.spans.remove(start)?);
-        let (captured, lists) = calls.free(&freed, table.is_looked);
+        let (captured, lists) = calls.free(&freed);
         drop(calls);
         table.graphs_let_go(&captured, lists);
         Some(table.take_freed())
@@ -231,8 +239,10 @@ impl<D: Driver> Pager<D> {
         let whole_bytes = window_bytes - window_bytes % chunk_bytes;
         let frames = frames.min(whole_bytes / chunk_bytes).max(1);
         let about = || "addresses for paging".to_owned();
-        let reserved = places::reserve(&**pool.driver(), window_bytes);
-        let window = reserved.about(about, window_bytes, Some(device))?;
+        let reserved_bytes = whole_bytes.saturating_add(SLOTS as u64 * chunk_bytes);
+        let reserved = places::reserve(&**pool.driver(), reserved_bytes);
+        let reserved = reserved.about(about, reserved_bytes, Some(device))?;
+        let window = VaRange::new(reserved.start, whole_bytes);
         let shared = Arc::new(PagedWindow {
             pool,
             device,
@@ -243,13 +253,12 @@ impl<D: Driver> Pager<D> {
             table: Mutex::new(WindowChunks::new(bounded(frames))),
             entering: Mutex::default(),
             changed: Condvar::new(),
-            aside: OnceLock::new(),
             calls: Mutex::new(Calls::new(Spans::new(whole_bytes, chunk_bytes))),
             spare: Arc::default(),
         });
         let begun = Self::begin(&shared);
         if begun.is_err()
-            && let Err(error) = shared.pool.deferred().free_addresses(shared.window)
+            && let Err(error) = shared.pool.deferred().free_addresses(shared.reserved())
         {
             tracing::error!(%error, "addresses for paging stay until the next pause");
         }
@@ -365,62 +374,33 @@ impl<D: Driver> Pager<D> {
         Ok(all)
     }
 
-    /// Waits until all of `spans` is on the device, for at most `limit` of the time that the process is not paused, and has
-    /// `stream` wait for what is still being copied. They stay until [`Pager::release`]. A context of the device is current.
-    /// *Blocks.*
+    /// Has all of `spans` be mapped until [`Pager::release`], for callers that need that without a launch: it waits for at most
+    /// `limit` of the time that the process is not paused. *Blocks.*
     ///
     /// # Errors
     /// [`PageError::TooFewFrames`], [`PageError::NotPaged`] immediately. [`PageError::Late`] and what the driver or the
     /// budget refused: nothing is held.
     ///
     /// # Driver calls
-    /// `cuStreamWaitEvent`.
-    pub fn acquire(
-        &self,
-        spans: &[DeviceAddress],
-        stream: RawStream,
-        limit: Duration,
-    ) -> PageResult<()> {
+    /// `cuEventSynchronize`.
+    pub fn acquire(&self, spans: &[DeviceAddress], limit: Duration) -> PageResult<()> {
         let mut ids = self.chunks_of(spans)?;
-        let (device, needed_bytes) = (self.shared.device, self.bytes_of(&ids));
-        let what =
-            |_: &WindowChunks| format!("{needed_bytes} bytes that are paged to be on {device}");
-        self.shared.calls().note(&ids);
-        self.shared.foretell();
-        let awaited = self.hold(&mut ids, limit, what)?;
-        let ordered = self.order(&awaited, stream);
-        if ordered.is_err() {
-            self.let_go(&ids);
-        }
-        ordered
+        self.bring_still(&mut ids, limit)
     }
 
-    /// The use of `spans` ends with what `stream` has been given so far; `has_written` says if it wrote there. The context
-    /// of the device is current.
+    /// `spans` may leave again. Work that no call has shown has ended, and may have written there.
     ///
     /// # Errors
-    /// [`PageError::NotPaged`]; [`PageError::Pool`] when the driver does not say when that is over: they stay on the
-    /// device, and the call may be tried again.
-    ///
-    /// # Driver calls
-    /// `cuEventRecord`, at first `cuEventCreate`.
-    pub fn release(
-        &self,
-        spans: &[DeviceAddress],
-        stream: RawStream,
-        has_written: bool,
-    ) -> PageResult<()> {
-        let shared = &self.shared;
+    /// [`PageError::NotPaged`].
+    pub fn release(&self, spans: &[DeviceAddress]) -> PageResult<()> {
         let ids = self.chunks_of(spans)?;
-        let mark = shared.mark_behind(stream)?;
-        let wrote = if has_written { Wrote::Yes } else { Wrote::No };
-        shared.table().used(&ids, Some(&mark), wrote);
-        shared.changed.notify_all();
+        self.shared.table().used(&ids, None);
+        self.shared.changed.notify_all();
         Ok(())
     }
 
-    /// Says that `spans` are used next, in this order, behind what was announced before: they come while the device does other
-    /// work.
+    /// A hint that `spans` are used next, in this order, behind what was announced before: they come while the device does other
+    /// work, and leave only for somebody who waits.
     ///
     /// # Errors
     /// [`PageError::NotPaged`].

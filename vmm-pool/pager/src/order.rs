@@ -96,8 +96,9 @@ impl Order {
 
     /// These are others' from now on.
     pub(super) fn forget(&mut self, ids: &[usize]) {
+        let known = self.uses.len();
         self.uses.retain(|id| !ids.contains(id));
-        self.cursor = None;
+        self.cursor = self.cursor.filter(|_| self.uses.len() == known);
     }
 }
 
@@ -146,6 +147,8 @@ mod tests {
         assert_eq!(order.ahead(2), [0, 1]);
         assert!(!order.used(2), "1 was left out");
         assert_eq!(order.ahead(1), [3]);
+        order.forget(&[7]);
+        assert_eq!(order.ahead(1), [3], "it was never used");
         order.forget(&[3]);
         assert!(order.ahead(1).is_empty());
     }

@@ -67,7 +67,7 @@ pub(super) struct Figures {
     pub(super) remapping: Duration,
 }
 
-/// A write to paged memory that no use and no call has shown, as [`Pager::check_writes`] finds it.
+/// A write to paged memory that no call has shown, as [`Pager::check_writes`] finds it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct UnseenWrite {
     /// The chunk, counted from the start of the window.

@@ -24,7 +24,6 @@ use vmm_pool::VirtualHandle;
 use self::asking::Checks;
 pub(super) use self::asking::{Asked, Unseen};
 pub(super) use self::chunk::Chunk;
-pub(super) use self::contents::Wrote;
 use self::demand::Demand;
 pub(super) use self::state::ChunkEvent;
 use self::state::Out;
@@ -48,8 +47,6 @@ pub(super) struct WindowChunks {
     most_together: usize,
     pub(super) is_ending: bool,
     pub(super) has_ended: bool,
-    /// Uses are seen at launches: a chunk is mapped when it is full.
-    pub(super) is_looked: bool,
     /// The device has failed.
     pub(super) broken: Option<Arc<PageError>>,
     pub(super) figures: Figures,
@@ -183,15 +180,14 @@ impl WindowChunks {
     }
 
     /// A use is over when `mark` is; without one it is over.
-    pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>, wrote: Wrote) {
+    pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>) {
         let now = self.tick();
         for &id in ids {
             let chunk = &mut self.chunks[id];
             chunk.holders = chunk.holders.saturating_sub(1);
-            (chunk.is_refused, chunk.last) = (false, now);
-            chunk.is_promised &= !self.is_looked;
+            (chunk.is_refused, chunk.is_promised, chunk.last) = (false, false, now);
             chunk.uses.extend(mark.cloned());
-            chunk.contents.used(wrote);
+            chunk.contents.used();
         }
     }
 
@@ -215,9 +211,8 @@ impl WindowChunks {
 
     /// The next that is to come.
     pub(super) fn next_wanted(&self) -> Option<usize> {
-        // In a window where uses are looked for others are filled meanwhile.
-        let count = if self.is_looked { usize::MAX } else { 1 };
-        self.demand.queue().take(count).find(|id| self.chunks[*id].is_away())
+        // Others are filled meanwhile.
+        self.demand.queue().find(|id| self.chunks[*id].is_away())
     }
 
     /// Takes an idle chunk out of use, for a copy out to begin or for its frame: a thread that wants it waits. Its row, and whether its
@@ -294,9 +289,9 @@ impl WindowChunks {
         chunks.all(|(id, chunk)| is_clean(chunk) || captured.contains(&id))
     }
 
-    /// Its contents are on their way, and there when `mark` is over; with none they are there.
-    pub(super) fn came(&mut self, id: usize, mark: Option<Arc<Mark>>) {
-        self.change(id, ChunkEvent::Came(mark));
+    /// It is mapped, with its contents.
+    pub(super) fn came(&mut self, id: usize) {
+        self.change(id, ChunkEvent::Came);
         self.demand.forget(id);
     }
 

@@ -22,7 +22,6 @@ use self::choosing::choose;
 use super::marks::Mark;
 use super::prints::Questions;
 use super::table::{ChunkEvent, WindowChunks};
-use super::uses::SLOTS;
 use super::{PageResult, PagedWindow};
 
 /// Between two looks while something that is wanted waits for the device.
@@ -38,10 +37,11 @@ const COPIES_OUT_MAX: usize = 4;
 
 /// The next thing to do.
 enum Job {
-    /// Takes the frame of `victim`, or a new one, for `newcomer`.
+    /// Takes the frame of `victim`, or a new one, for `newcomer`, which is filled at the addresses for copies of this number.
     Bring {
         newcomer: usize,
         victim: Option<usize>,
+        slot: usize,
     },
     /// Copies this out.
     Clean(usize),
@@ -120,11 +120,8 @@ fn finish<D: Driver>(shared: &PagedWindow<D>) {
         }
     }
     let is_empty = shared.table().resident() == 0;
-    let ranges = shared.aside.get().into_iter().chain([&shared.window]);
-    for range in ranges.filter(|_| is_empty).copied() {
-        if let Err(error) = pool.deferred().free_addresses(range) {
-            tracing::error!(%error, "addresses for paging stay until the next pause");
-        }
+    if is_empty && let Err(error) = pool.deferred().free_addresses(shared.reserved()) {
+        tracing::error!(%error, "addresses for paging stay until the next pause");
     }
     shared.say_it_has_ended();
 }
@@ -181,17 +178,14 @@ impl<D: Driver> Worker<'_, D> {
     fn step(&mut self) -> bool {
         self.look();
         self.widen();
-        let (is_ending, stays, is_looked) = {
+        let (is_ending, stays) = {
             let table = self.shared.table();
-            let stays = table.is_any_filled() && table.broken.is_none();
-            (table.is_ending, stays, table.is_looked)
+            (table.is_ending, table.is_any_filled() && table.broken.is_none())
         };
         if is_ending {
             self.shared.calls().want_ends();
         }
-        if is_looked {
-            self.shared.end_wanted();
-        }
+        self.shared.end_wanted();
         if is_ending {
             remove_all(self.shared);
         }
@@ -205,7 +199,7 @@ impl<D: Driver> Worker<'_, D> {
         let mut job = choose(&mut table, later_half);
         let is_short = table.next_wanted().is_some() || table.demand.is_short(table.resident());
         let waits = matches!(job, Job::Wait(_)) && is_short;
-        if is_looked && waits {
+        if waits {
             drop(table);
             self.shared.calls().want_ends();
             self.shared.end_wanted();
@@ -221,7 +215,7 @@ impl<D: Driver> Worker<'_, D> {
         }
         drop(table);
         match job {
-            Job::Bring { newcomer, victim } => self.bring(newcomer, victim),
+            Job::Bring { newcomer, victim, slot } => self.bring(newcomer, victim, slot),
             Job::Clean(chunk) => self.clean(chunk),
             Job::Shrink(chunk) => self.shrink(chunk),
             Job::Land(chunk, slot) => self.land(chunk, slot),
@@ -234,7 +228,7 @@ impl<D: Driver> Worker<'_, D> {
     /// Waits until somebody says something, for so long.
     fn sleep(&self, mut table: MutexGuard<'_, WindowChunks>, mut time: Duration) {
         // A list that is to end and came meanwhile, or is of a stream that is captured.
-        if table.is_looked && self.shared.calls().lists.is_any_ready() {
+        if self.shared.calls().lists.is_any_ready() {
             time = time.min(LOOK_LATER);
         }
         table.demand.is_asleep = time == LOOK_SELDOM;
@@ -291,7 +285,7 @@ impl<D: Driver> Worker<'_, D> {
     }
 
     /// Gives `newcomer` a frame, and begins the copy of its contents.
-    fn bring(&mut self, newcomer: usize, victim: Option<usize>) {
+    fn bring(&mut self, newcomer: usize, victim: Option<usize>, slot: usize) {
         let entered = self.shared.pool.enter();
         let taken = match victim {
             Some(victim) => self.take_frame(&entered, victim, false),
@@ -315,7 +309,6 @@ impl<D: Driver> Worker<'_, D> {
             }
             row
         };
-        let slot = self.shared.aside.get().and_then(|_| self.shared.table().free_slot(SLOTS));
         let came = match row {
             Some(row) => self.fill(&entered, row, frame, slot),
             // It was freed meanwhile.
@@ -328,18 +321,9 @@ impl<D: Driver> Worker<'_, D> {
         };
         table.figures.exchanges += u64::from(victim.is_some());
         table.figures.copied_in += u64::from(was_copied);
-        if let Some(slot) = slot {
-            table.change(newcomer, ChunkEvent::Filled { slot, copy });
-            self.stay.get_or_insert(entered);
-            return;
-        }
-        table.came(newcomer, copy);
-        let is_checked = table.checks.is_on;
+        table.change(newcomer, ChunkEvent::Filled { slot, copy });
         drop(table);
-        drop(entered);
-        if is_checked {
-            self.see(newcomer);
-        }
+        self.stay.get_or_insert(entered);
     }
 
     /// The frame of a chunk that is idle and clean. `None` when it is not so after all. Whatever pins what its user has freed, it may go
@@ -403,45 +387,41 @@ impl<D: Driver> Worker<'_, D> {
         StillChunk::of(entered, row, &uses)
     }
 
-    /// Gives a row `frame`, maps it and begins the copy of its contents. What is over when they are there, if that is not
-    /// so already, and if anything was copied.
+    /// Gives a row `frame`, maps it at the addresses for copies of this number and begins the copy of its contents. What is over when
+    /// they are there, if that is not so already, and if anything was copied.
     fn fill(
         &mut self,
         entered: &Entered<'_, D>,
         row: VirtualHandle,
         frame: Physical,
-        slot: Option<usize>,
+        slot: usize,
     ) -> PoolResult<(Option<Arc<Mark>>, bool)> {
         let Some(still) = StillChunk::away(entered, row) else {
             entered.release_frame(frame)?;
             return Err(PoolError::NotOurs);
         };
-        let aside = slot.and_then(|slot| self.shared.range_aside(slot));
+        let aside = self.shared.range_aside(slot);
         let come = self.remap(|| still.come(frame, aside));
         self.shared.table().figures.remaps += u64::from(come.is_ok());
-        let is_aside = come.is_ok() && aside.is_some();
+        let is_aside = come.is_ok();
         // SAFETY: the chunk is mapped, and nobody has it before this is over; its place stays its own.
         let begun = come.and_then(|()| unsafe { self.copies.start_in(row, aside) });
         match begun {
             Ok(was_copied) => {
                 // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it, nor its slot.
                 let mark = self.mark_behind();
-                if let (Err(_), Some(slot)) = (&mark, slot) {
+                if mark.is_err() {
                     self.shared.table().lost_slots.push(slot);
                 }
-                let mark = mark?;
-                if aside.is_none() {
-                    still.came();
-                }
-                Ok((mark, was_copied))
+                Ok((mark?, was_copied))
             }
             Err(error) => {
                 let ended = self.copies.finish_or_leave();
-                let left = aside.filter(|_| is_aside).map_or(Ok(()), |at| still.leave_aside(at));
+                let left = if is_aside { still.leave_aside(aside) } else { Ok(()) };
                 if ended.is_ok() && left.is_ok() {
                     still.did_not_come();
                 } else if is_aside {
-                    self.shared.table().lost_slots.extend(slot);
+                    self.shared.table().lost_slots.push(slot);
                 }
                 Err(error)
             }
@@ -487,8 +467,8 @@ impl<D: Driver> Worker<'_, D> {
         self.see(chunk);
         self.shared.table().forget_copy(chunk, false);
         self.behind_question(asked.as_ref())?;
-        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and a thread that acquires it waits
-        // for the event behind it. Its place is its own.
+        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and who uses it waits for the event
+        // behind it. Its place is its own.
         unsafe { self.copies.start_out(row, &*self.shared.host_budget) }?;
         let mark = self.mark_behind()?;
         self.shared.table().copying_out(chunk, mark, asked);

@@ -1,4 +1,4 @@
-//! Uses that nobody announced: calls to the driver that name memory of a window.
+//! Uses: calls to the driver that name memory of a window.
 //!
 //! The code that is about to hand work to a stream shows the addresses that it names. Each stands for the span that it
 //! lies in: a tensor, for example. The caller waits until all chunks of these spans are on the device, and they stay until the
@@ -127,11 +127,9 @@ impl Calls {
     }
 
     /// These chunks are freed: those that graphs used, and how many lists hold these from now on.
-    pub(super) fn free(&mut self, freed: &[usize], is_looked: bool) -> (Vec<usize>, u32) {
-        if is_looked {
-            self.order.forget(freed);
-            self.noted.clear();
-        }
+    pub(super) fn free(&mut self, freed: &[usize]) -> (Vec<usize>, u32) {
+        self.order.forget(freed);
+        self.noted.clear();
         let captured: Vec<_> = self.captured.extract_if(.., |id| freed.contains(id)).collect();
         let lists = self.lists.take_over(&captured);
         (captured, lists)
@@ -141,12 +139,6 @@ impl Calls {
 impl<D: Driver> PagedWindow<D> {
     pub(super) fn calls(&self) -> MutexGuard<'_, Calls> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Addresses for copies, of one number.
-    pub(super) fn range_aside(&self, slot: usize) -> Option<VaRange> {
-        let start = self.aside.get()?.start.0 + slot as u64 * self.chunk_bytes;
-        Some(VaRange::new(DeviceAddress(start), self.chunk_bytes))
     }
 
     /// Tells the table when chunks are used next.
@@ -168,35 +160,12 @@ impl<D: Driver> Pager<D> {
         self.shared.window
     }
 
-    /// Are uses shown by [`Pager::begin_call`]?
-    pub fn is_looked(&self) -> bool {
-        self.shared.aside.get().is_some()
-    }
-
     /// Returns the span from [`Pager::alloc`] that holds `address`.
     pub fn span_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.shared.window.start.0;
         let at = address.0.checked_sub(window)?;
         let (start, size_bytes) = self.shared.calls().spans.at(at..=at)?;
         Some(VaRange::new(DeviceAddress(window + start), size_bytes))
-    }
-
-    /// From now on uses are shown by [`Pager::begin_call`], and a chunk is mapped when it is full. Before anything is given
-    /// out.
-    ///
-    /// # Errors
-    /// [`PageError::Pool`] when the driver gives no addresses.
-    ///
-    /// # Driver calls
-    /// `cuMemAddressReserve`.
-    pub fn look_for_uses(&self) -> PageResult<()> {
-        let (shared, count) = (&self.shared, SLOTS as u64);
-        let size_bytes = count * shared.chunk_bytes;
-        let reserved = shared.pool.driver().address_reserve(size_bytes, 0, DeviceAddress(0));
-        let about = || "addresses for copies of paged memory".to_owned();
-        let start = reserved.about(about, size_bytes, Some(shared.device))?;
-        shared.table().is_looked = shared.aside.set(VaRange::new(start, size_bytes)).is_ok();
-        Ok(())
     }
 
     /// A call is about to give work to `stream` that names these addresses. Waits until all that it uses is on the
@@ -350,7 +319,7 @@ impl<D: Driver> Pager<D> {
     }
 
     /// Has `stream` wait for these.
-    pub(super) fn order(&self, awaited: &[Arc<Mark>], stream: RawStream) -> PageResult<()> {
+    fn order(&self, awaited: &[Arc<Mark>], stream: RawStream) -> PageResult<()> {
         for mark in awaited {
             let ordered = self.shared.pool.driver().stream_wait_event(stream, mark.event);
             let about = || "a stream that uses paged memory".to_owned();
@@ -359,14 +328,14 @@ impl<D: Driver> Pager<D> {
         Ok(())
     }
 
-    pub(super) fn let_go(&self, ids: &[usize]) {
+    fn let_go(&self, ids: &[usize]) {
         self.shared.table().let_go(ids);
         self.shared.changed.notify_all();
     }
 
     /// Waits until these are on the device, and keeps them there. Those that nobody has go from `ids` before: a call may have an address
     /// by chance. What a stream that uses them must wait for. An error leaves nothing held.
-    pub(super) fn hold(
+    fn hold(
         &self,
         ids: &mut Vec<usize>,
         limit: Duration,
@@ -419,11 +388,6 @@ impl<D: Driver> Pager<D> {
         here
     }
 
-    /// All of these chunks, each counted once.
-    pub(super) fn bytes_of(&self, ids: &[usize]) -> u64 {
-        distinct(ids).len() as u64 * self.shared.chunk_bytes
-    }
-
     fn wait_for_call(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
         self.announce_ahead(false, true);
@@ -450,6 +414,21 @@ impl<D: Driver> Pager<D> {
         held
     }
 
+    /// Waits until these are on the device and no copy of them is under way, and keeps them there. Those that were freed meanwhile go
+    /// from `ids`.
+    pub(super) fn bring_still(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<()> {
+        let shared = &self.shared;
+        for mark in self.wait_for_call(ids, limit)? {
+            let waited = shared.pool.driver().event_synchronize(mark.event);
+            let about = || "a copy of paged memory".to_owned();
+            if let Err(error) = waited.about(about, 0, Some(shared.device)) {
+                self.let_go(ids);
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+
     /// Keeps these on the device until they are freed. The host waits for copies of them: a stream under capture would record a wait.
     fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
@@ -460,15 +439,7 @@ impl<D: Driver> Pager<D> {
         if new.is_empty() {
             return Ok(());
         }
-        let awaited = self.wait_for_call(&mut new, limit)?;
-        for mark in awaited {
-            let waited = shared.pool.driver().event_synchronize(mark.event);
-            let about = || "a copy of memory that a graph uses".to_owned();
-            if let Err(error) = waited.about(about, 0, Some(shared.device)) {
-                self.let_go(&new);
-                return Err(error.into());
-            }
-        }
+        self.bring_still(&mut new, limit)?;
         // What was freed meanwhile, or kept by another thread, goes when this lets go.
         let twice: Vec<_> = {
             let table = shared.table();

@@ -30,22 +30,21 @@ impl<D: Driver> StillChunk<'_, D> {
         Ok(self.pool.ledger().rows.left_home(self.row, has_contents))
     }
 
-    /// Gives the chunk memory and maps it: at `aside` alone if there is such, which are addresses of the pager's, so that nobody else's
-    /// work can touch it while it is filled. Its contents are not there yet. [`StillChunk::came`] comes next, behind
-    /// [`StillChunk::leave_aside`] and [`StillChunk::land`] where they are due, or [`StillChunk::did_not_come`].
+    /// Gives the chunk memory and maps it at `aside`, which are addresses of the pager's, so that nobody else's work can touch it while
+    /// it is filled. Its contents are not there yet. [`StillChunk::leave_aside`], [`StillChunk::land`] and [`StillChunk::came`] come
+    /// next, or [`StillChunk::did_not_come`].
     ///
     /// # Errors
     /// [`PoolError::Driver`]: nothing is mapped at `aside`.
     ///
     /// # Driver calls
     /// `cuMemMap`, `cuMemSetAccess`.
-    pub fn come(&self, physical: Physical, aside: Option<VaRange>) -> PoolResult<()> {
+    pub fn come(&self, physical: Physical, aside: VaRange) -> PoolResult<()> {
         let spare = self.pool.ledger().rows.returned(self.row, physical);
         if let Some(spare) = spare {
             // A try of before has left it its own.
             self.give_back(spare);
         }
-        let Some(aside) = aside else { return self.land() };
         let Remount { raw, access, device, .. } = self.remount()?;
         let about = || format!("chunk at {}", self.range.start);
         self.pool.driver.map(aside, raw).about(about, aside.size_bytes, device)?;
@@ -93,7 +92,7 @@ impl<D: Driver> StillChunk<'_, D> {
         Ok(())
     }
 
-    /// The contents of the chunk are there, or on their way.
+    /// The contents of the chunk are there.
     pub fn came(self) {
         self.pool.ledger().rows.came_home(self.row);
     }
@@ -203,29 +202,24 @@ impl<'a, D: Driver> HomeCopies<'a, D> {
         self.copier.streams.finish_or_leave()
     }
 
-    /// Begins the copy of the contents of `row`, which is mapped where it belongs, or `aside`. Was anything copied?
+    /// Begins the copy of the contents of `row` to `aside`, where it is mapped. Was anything copied?
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] for what has no home; [`PoolError::Driver`].
+    /// [`PoolError::Driver`].
     ///
     /// # Safety
     /// It is mapped there until the copy is over, and nobody else uses it, or its place.
-    pub unsafe fn start_in(
-        &mut self,
-        row: VirtualHandle,
-        aside: Option<VaRange>,
-    ) -> PoolResult<bool> {
-        let (range, saved) = {
+    pub unsafe fn start_in(&mut self, row: VirtualHandle, aside: VaRange) -> PoolResult<bool> {
+        let saved = {
             let ledger = self.copier.pool.ledger();
-            let saved = ledger.rows.get(row).and_then(|row| row.saved()).cloned();
-            (aside.or_else(|| ledger.home_of(row, |_| true)).ok_or(PoolError::NotOurs)?, saved)
+            ledger.rows.get(row).and_then(|row| row.saved()).cloned()
         };
-        let all = vec![Range { start: 0, end: range.size_bytes }];
+        let all = vec![Range { start: 0, end: aside.size_bytes }];
         let (extents, zeros) = match saved {
             Some(saved) => saved.split(&all),
             None => (Vec::new(), all),
         };
-        let transfer = Transfer { device: self.device, range, extents };
+        let transfer = Transfer { device: self.device, range: aside, extents };
         self.streams()?.take_for(Way::In)?;
         let log = &mut StepLog::default();
         // SAFETY: as the caller vouches.

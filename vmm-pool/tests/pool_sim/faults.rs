@@ -34,7 +34,6 @@ struct PagedRank {
 impl PagedRank {
     fn new(pool: &SimPool) -> Self {
         let pager = pager(pool, FRAMES, unlimited);
-        pager.look_for_uses().expect("addresses");
         let span = |seed| (VaRange::new(pager.alloc(UNIT).expect("a span"), UNIT), 1000 + seed);
         let spans = (0..CHUNKS).map(span).collect();
         let stream = pool.driver().stream_create().expect("a stream");

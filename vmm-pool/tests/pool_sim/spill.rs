@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use sublet_pager::Pager;
 use vmm_pool::driver::sim::{FaultSpan, SimDriver, SimNode};
-use vmm_pool::driver::{AccessDesc, Driver as _, DriverCode, DriverOp, RawStream, VaRange};
+use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Class, Contents, PoolError, SavedError, Spilled, Stance};
 
 use crate::paged::{pager, unlimited};
@@ -286,7 +286,6 @@ fn contents_that_are_set_aside_and_those_of_the_policy_file_keep_apart() {
 fn what_is_freed_while_it_is_written_keeps_its_place_until_then() {
     let (pool, _dir) = a_pool();
     let pager = pager(&pool, 1, unlimited);
-    let stream = pool.driver().stream_create().expect("a stream");
     let handle = create(&pool, DEVICE, 1, tagged("weights", Contents::Keep));
     let range = map(&pool, handle, UNIT, &[AccessDesc::read_write(DEVICE)]);
     write(&pool, DEVICE, range, pattern(1));
@@ -298,7 +297,7 @@ fn what_is_freed_while_it_is_written_keeps_its_place_until_then() {
         if !written.replace(true) {
             // Another thread of the application, while this is written.
             pool.unmap(range).expect("memory is given up while it is away");
-            page_out(&pool, &pager, stream, 2);
+            page_out(&pool, &pager, 2);
             assert_eq!(pool.report().host_arena_bytes, 2 * UNIT, "it has a place of its own");
         }
         false
@@ -306,16 +305,16 @@ fn what_is_freed_while_it_is_written_keeps_its_place_until_then() {
     let spilled =
         pool.host_memory().spill(u64::MAX, later(), &is_called_off).expect("room on the disk");
     assert_eq!((written.get(), spilled.moved_bytes), (true, 0), "it is gone");
-    page_out(&pool, &pager, stream, 3);
+    page_out(&pool, &pager, 3);
     assert_eq!(pool.report().host_arena_bytes, 2 * UNIT, "the first place is free now");
 }
 
 /// A span more that is written, and copied to host memory.
-fn page_out(pool: &SimPool, pager: &Pager<SimDriver>, stream: RawStream, seed: u64) {
+fn page_out(pool: &SimPool, pager: &Pager<SimDriver>, seed: u64) {
     let span = pager.alloc(UNIT).expect("room");
-    pager.acquire(&[span], stream, WAIT).expect("its turn");
+    pager.acquire(&[span], WAIT).expect("its turn");
     write(pool, DEVICE, VaRange::new(span, UNIT), pattern(seed));
-    pager.release(&[span], stream, true).expect("an event");
+    pager.release(&[span]).expect("released");
     pager.flush(WAIT).expect("copied");
 }
 
@@ -323,8 +322,7 @@ fn page_out(pool: &SimPool, pager: &Pager<SimDriver>, stream: RawStream, seed: u
 fn what_is_paged_is_no_saved_contents_of_a_process_that_runs() {
     let (pool, _dir) = a_pool();
     let pager = pager(&pool, 1, unlimited);
-    let stream = pool.driver().stream_create().expect("a stream");
-    (1..=2).for_each(|seed| page_out(&pool, &pager, stream, seed));
+    (1..=2).for_each(|seed| page_out(&pool, &pager, seed));
     let saved = |standing| {
         let holdings = pool.holdings().inventory(standing);
         assert_eq!(holdings.len(), 2);

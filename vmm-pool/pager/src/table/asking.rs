@@ -2,7 +2,7 @@
 //!
 //! *Checks*, which are off by default, look for writes that nobody has shown. An idle chunk that is as its copy leaves without
 //! another copy. With checks its device is asked first, by fingerprints: a chunk that is another than its copy was written by a kernel
-//! that had its address from somewhere else than its arguments, or outside of a use. It is named, and copied out. Nothing is mapped
+//! that had its address from somewhere else than its arguments. It is named, and copied out. Nothing is mapped
 //! read-only: calls do not say if they write, and a write to what is read-only ends the context instead of naming anything.
 
 use std::ops::RangeInclusive;
@@ -158,9 +158,10 @@ impl WindowChunks {
         self.demand.forget_all_but(|id| chunks[id].is_held());
     }
 
-    /// Returns the events that a stream must wait for before it uses these chunks.
+    /// Returns the events that a stream must wait for before it uses these chunks, which are here: it may write what is copied
+    /// out, or compared.
     pub(crate) fn awaited_by(&self, ids: &[usize]) -> Vec<Arc<Mark>> {
-        let awaited = ids.iter().flat_map(|&id| self.chunks[id].awaited().iter().cloned());
+        let awaited = ids.iter().flat_map(|&id| self.chunks[id].under_way().iter().cloned());
         let mut awaited: Vec<_> = awaited.collect();
         awaited.dedup_by(|one, other| Arc::ptr_eq(one, other));
         awaited

@@ -84,12 +84,12 @@ impl Chunk {
 
     /// Is it mapped, and may be used?
     pub(super) fn is_here(&self) -> bool {
-        matches!(self.state, ChunkState::Here(_) | ChunkState::Saving(_))
+        matches!(self.state, ChunkState::Here | ChunkState::Saving(_))
     }
 
     /// Does nobody hold it, with all that was begun over?
     pub(crate) fn is_idle(&self) -> bool {
-        matches!(self.state, ChunkState::Here(None)) && self.holders == 0 && self.uses.is_empty()
+        matches!(self.state, ChunkState::Here) && self.holders == 0 && self.uses.is_empty()
     }
 
     /// Would nothing be lost if it left now?
@@ -132,11 +132,11 @@ impl Chunk {
 
     /// Events behind its uses and copies that are not known to be over.
     pub(crate) fn marks(&self) -> impl Iterator<Item = &Arc<Mark>> {
-        self.uses.iter().chain(self.awaited())
+        self.uses.iter().chain(self.under_way())
     }
 
-    /// Returns the events that a stream must wait for before it uses it.
-    pub(super) fn awaited(&self) -> &[Arc<Mark>] {
+    /// See [`ChunkState::under_way`].
+    pub(super) fn under_way(&self) -> &[Arc<Mark>] {
         self.state.under_way()
     }
 
@@ -152,9 +152,9 @@ impl Chunk {
             ChunkState::Away if self.is_owned() => 'a',
             ChunkState::Away => '-',
             ChunkState::Saving(_) => 'o',
-            ChunkState::Coming | ChunkState::Filling { .. } | ChunkState::Here(Some(_)) => 'i',
-            ChunkState::Here(None) | ChunkState::Claimed if self.is_clean() => 'h',
-            ChunkState::Here(None) | ChunkState::Claimed => 'w',
+            ChunkState::Coming | ChunkState::Filling { .. } => 'i',
+            ChunkState::Here | ChunkState::Claimed if self.is_clean() => 'h',
+            ChunkState::Here | ChunkState::Claimed => 'w',
         }
     }
 }

@@ -4,15 +4,6 @@ use std::ops::RangeInclusive;
 
 use crate::prints::Prints;
 
-/// The effect of a use on the contents of a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wrote {
-    No,
-    Yes,
-    /// Its device can say.
-    Maybe,
-}
-
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(super) struct Contents {
@@ -22,7 +13,7 @@ pub(super) struct Contents {
     saved: Option<u64>,
     /// Of what lies there, if nobody but the pager has written there since.
     prints: Option<Prints>,
-    /// All that has used the chunk since its place was current may have written.
+    /// The chunk was used since its place was current, and may have been written: its device can say.
     is_unsure: bool,
 }
 
@@ -56,14 +47,10 @@ impl Contents {
         self.saved == Some(version) || self.is_untouched()
     }
 
-    /// A use of the chunk is over, or will be.
-    pub(super) fn used(&mut self, wrote: Wrote) {
-        let was_clean = self.saved == Some(self.version);
-        self.is_unsure &= wrote != Wrote::Yes;
-        if wrote != Wrote::No {
-            self.is_unsure |= was_clean && wrote == Wrote::Maybe;
-            self.version += 1;
-        }
+    /// A use of the chunk, which may have written, is over, or will be.
+    pub(super) fn used(&mut self) {
+        self.is_unsure |= self.saved == Some(self.version);
+        self.version += 1;
     }
 
     /// This version lies in its place.

@@ -23,7 +23,7 @@ impl WindowChunks {
         });
         // What is used before the newcomer does not leave for its sake, unless somebody waits.
         let newcomers = self.demand.next_use(newcomer);
-        let is_later = |id: usize| !self.is_looked || self.demand.next_use(id) >= newcomers;
+        let is_later = |id: usize| self.demand.next_use(id) >= newcomers;
         let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed() || is_later(id));
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|&(id, chunk)| {

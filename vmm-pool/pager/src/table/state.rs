@@ -12,8 +12,7 @@
 //!    '--------Left--------' '--Kept--> Here
 //! ```
 //!
-//! Windows where uses are looked for fill a chunk at addresses of the pager's own, and map it when it is full. Others map it, and fill it
-//! where it is.
+//! A chunk is filled at addresses of the pager's own, and mapped when it is full.
 
 use std::sync::Arc;
 
@@ -29,8 +28,8 @@ pub(super) enum ChunkState {
     Coming,
     /// It is at the addresses for copies of this number, and full when the copy is over.
     Filling { slot: usize, copy: Option<Arc<Mark>> },
-    /// It is mapped, and its contents are there when the copy is over.
-    Here(Option<Arc<Mark>>),
+    /// It is mapped, with its contents.
+    Here,
     /// It is mapped, and is copied out, or its device is asked.
     Saving(Out),
     /// It is out of use: a copy out is about to begin, or its frame is about to be taken.
@@ -58,8 +57,8 @@ pub(crate) enum ChunkEvent {
     Filled { slot: usize, copy: Option<Arc<Mark>> },
     /// It is at the addresses for copies no more.
     LeftSlot,
-    /// It is mapped, and its contents are there when the event is over; with none they are there.
-    Came(Option<Arc<Mark>>),
+    /// It is mapped, with its contents.
+    Came,
     /// It does not come.
     Failed,
     /// It is taken out of use.
@@ -89,13 +88,12 @@ impl ChunkState {
             (Self::Filling { slot, .. }, ChunkEvent::Over) => {
                 (Self::Filling { slot, copy: None }, None)
             }
-            (Self::Coming, ChunkEvent::Came(copy)) => (Self::Here(copy), None),
-            (Self::Here(_), ChunkEvent::Over) | (Self::Claimed, ChunkEvent::Kept) => {
-                (Self::Here(None), None)
+            (Self::Coming, ChunkEvent::Came) | (Self::Claimed, ChunkEvent::Kept) => {
+                (Self::Here, None)
             }
-            (Self::Here(None), ChunkEvent::Claimed) => (Self::Claimed, None),
+            (Self::Here, ChunkEvent::Claimed) => (Self::Claimed, None),
             (Self::Claimed, ChunkEvent::Copied(out)) => (Self::Saving(out), None),
-            (Self::Saving(out), ChunkEvent::Over) => (Self::Here(None), Some(out)),
+            (Self::Saving(out), ChunkEvent::Over) => (Self::Here, Some(out)),
             (Self::Coming, ChunkEvent::Failed) | (Self::Claimed, ChunkEvent::Left) => {
                 (Self::Away, None)
             }
@@ -103,12 +101,12 @@ impl ChunkState {
         })
     }
 
-    /// The events behind what is under way, which a stream that uses the chunk waits for: also for a copy out, since it may write.
+    /// The events behind what is under way.
     pub(super) fn under_way(&self) -> &[Arc<Mark>] {
         match self {
-            Self::Filling { copy, .. } | Self::Here(copy) => copy.as_slice(),
+            Self::Filling { copy, .. } => copy.as_slice(),
             Self::Saving(out) => &out.marks,
-            Self::Away | Self::Coming | Self::Claimed => &[],
+            Self::Away | Self::Coming | Self::Here | Self::Claimed => &[],
         }
     }
 
@@ -131,29 +129,27 @@ mod tests {
         Arc::new(Mark::new(RawEvent(1), &Arc::default()))
     }
 
-    fn states() -> [ChunkState; 8] {
+    fn states() -> [ChunkState; 7] {
         let out = Out { marks: vec![mark()], version: 1, question: None, is_copy: true };
         [
             ChunkState::Away,
             ChunkState::Coming,
             ChunkState::Filling { slot: 2, copy: Some(mark()) },
             ChunkState::Filling { slot: 2, copy: None },
-            ChunkState::Here(None),
-            ChunkState::Here(Some(mark())),
+            ChunkState::Here,
             ChunkState::Saving(out),
             ChunkState::Claimed,
         ]
     }
 
-    fn events() -> [ChunkEvent; 12] {
+    fn events() -> [ChunkEvent; 11] {
         let out = Out { marks: Vec::new(), version: 1, question: Some(3), is_copy: false };
         [
             ChunkEvent::Framed,
             ChunkEvent::Filled { slot: 2, copy: Some(mark()) },
             ChunkEvent::Filled { slot: 2, copy: None },
             ChunkEvent::LeftSlot,
-            ChunkEvent::Came(Some(mark())),
-            ChunkEvent::Came(None),
+            ChunkEvent::Came,
             ChunkEvent::Failed,
             ChunkEvent::Claimed,
             ChunkEvent::Copied(out),
@@ -170,8 +166,7 @@ mod tests {
             ChunkState::Coming => "coming",
             ChunkState::Filling { copy: Some(_), .. } => "filling",
             ChunkState::Filling { copy: None, .. } => "full",
-            ChunkState::Here(None) => "here",
-            ChunkState::Here(Some(_)) => "arriving",
+            ChunkState::Here => "here",
             ChunkState::Saving(_) => "saving",
             ChunkState::Claimed => "claimed",
         }
@@ -182,16 +177,12 @@ mod tests {
         // By the place of the event.
         let have = [
             ("away", vec![(0, "coming")]),
-            (
-                "coming",
-                vec![(1, "filling"), (2, "full"), (4, "arriving"), (5, "here"), (6, "away")],
-            ),
-            ("filling", vec![(10, "full")]),
-            ("full", vec![(3, "coming"), (10, "full")]),
-            ("here", vec![(7, "claimed"), (10, "here")]),
-            ("arriving", vec![(10, "here")]),
-            ("saving", vec![(10, "here")]),
-            ("claimed", vec![(8, "saving"), (9, "here"), (11, "away")]),
+            ("coming", vec![(1, "filling"), (2, "full"), (4, "here"), (5, "away")]),
+            ("filling", vec![(9, "full")]),
+            ("full", vec![(3, "coming"), (9, "full")]),
+            ("here", vec![(6, "claimed")]),
+            ("saving", vec![(9, "here")]),
+            ("claimed", vec![(7, "saving"), (8, "here"), (10, "away")]),
         ];
         for (index, (before, have)) in have.into_iter().enumerate() {
             for (place, event) in events().into_iter().enumerate() {

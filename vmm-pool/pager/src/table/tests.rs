@@ -42,7 +42,7 @@ fn free(
 
 fn bring(table: &mut WindowChunks, id: usize) {
     table.change(id, ChunkEvent::Framed);
-    table.came(id, None);
+    table.came(id);
 }
 
 fn take(table: &mut WindowChunks, id: usize) {
@@ -56,7 +56,7 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     bring(&mut table, 0);
     table.hold(&[0]);
     let first = mark();
-    table.used(&[0], Some(&first), Wrote::Yes);
+    table.used(&[0], Some(&first));
     table.are_over(&[first]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
@@ -64,7 +64,7 @@ fn what_was_written_since_its_copy_began_is_not_clean() {
     table.copying_out(0, Some(Arc::clone(&out)), None);
     let second = mark();
     table.hold(&[0]);
-    table.used(&[0], Some(&second), Wrote::Yes);
+    table.used(&[0], Some(&second));
     table.are_over(&[out, second]);
     assert!(table.chunks[0].is_idle() && !table.chunks[0].is_clean());
     let out = mark();
@@ -81,9 +81,9 @@ fn a_use_on_one_stream_is_not_over_because_a_later_one_on_another_is() {
     bring(&mut table, 0);
     let (earlier, later) = (mark(), mark());
     table.hold(&[0]);
-    table.used(&[0], Some(&earlier), Wrote::No);
+    table.used(&[0], Some(&earlier));
     table.hold(&[0]);
-    table.used(&[0], Some(&later), Wrote::No);
+    table.used(&[0], Some(&later));
     table.are_over(&[later]);
     assert!(!table.chunks[0].is_idle());
     table.are_over(&[earlier]);
@@ -160,10 +160,10 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
     // Both by one call, and each let go by its own.
     table.hold(&[0, 0]);
     let (one, other) = (mark(), mark());
-    table.used(&[0], Some(&one), Wrote::Yes);
+    table.used(&[0], Some(&one));
     table.are_over(&[one]);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none(), "the other is held");
-    table.used(&[0], Some(&other), Wrote::No);
+    table.used(&[0], Some(&other));
     assert_eq!(free(&mut table, &mut spans, 0), Some(Vec::new()));
     assert!(!table.chunks[0].is_freed() && !table.chunks[0].is_clean());
     table.are_over(&[other]);
@@ -179,10 +179,10 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     let one = |seed: u8| -> Prints { [Fingerprint::of(&[seed; 16])].into() };
     let mut table = table(1, 1);
     bring(&mut table, 0);
-    let used = |table: &mut WindowChunks, wrote: Wrote| {
+    let used = |table: &mut WindowChunks| {
         let over = mark();
         table.hold(&[0]);
-        table.used(&[0], Some(&over), wrote);
+        table.used(&[0], Some(&over));
         table.are_over(&[over]);
     };
     let end = |table: &mut WindowChunks, out: Arc<Mark>, prints: Prints| {
@@ -191,7 +191,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
             table.told(&answered, Arc::clone(&prints));
         }
     };
-    used(&mut table, Wrote::Maybe);
+    used(&mut table);
     assert!(!table.is_to_compare(0), "it has no copy");
     let out = mark();
     let asked = Asked { question: 2, mark: mark() };
@@ -204,8 +204,7 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
     end(&mut table, answer, one(1));
     assert!(table.chunks[0].is_idle() && table.chunks[0].is_clean());
     for (prints, is_clean) in [(one(1), true), (one(2), false)] {
-        used(&mut table, Wrote::Maybe);
-        used(&mut table, Wrote::No);
+        (0..2).for_each(|_| used(&mut table));
         assert!(!table.chunks[0].is_clean() && table.is_to_compare(0));
         let asked = mark();
         table.change(0, ChunkEvent::Claimed);
@@ -215,15 +214,8 @@ fn what_may_have_been_written_is_clean_if_it_is_as_it_was() {
         end(&mut table, asked, prints);
         assert_eq!(table.chunks[0].is_clean(), is_clean);
     }
+    used(&mut table);
     assert!(!table.is_to_compare(0), "it was written");
-    let out = mark();
-    let asked = Asked { question: 0, mark: Arc::clone(&out) };
-    table.change(0, ChunkEvent::Claimed);
-    table.copying_out(0, None, Some(asked));
-    end(&mut table, out, one(2));
-    used(&mut table, Wrote::Yes);
-    used(&mut table, Wrote::Maybe);
-    assert!(!table.is_to_compare(0), "and by somebody who says so");
 }
 
 #[test]
@@ -253,7 +245,7 @@ fn with_frames_for_all_nothing_is_copied_out_ahead() {
         bring(&mut table, id);
         table.hold(&[id]);
         let written = mark();
-        table.used(&[id], Some(&written), Wrote::Yes);
+        table.used(&[id], Some(&written));
         table.are_over(&[written]);
     }
     table.demand.foretell(vec![2, 3]);
@@ -274,7 +266,7 @@ fn what_was_used_since_it_was_found_ready_does_not_give_its_frame() {
     assert!(table.is_ready(0), "it is zero");
     table.hold(&[0]);
     // A call in another context is waited for: no event tells of it.
-    table.used(&[0], None, Wrote::Maybe);
+    table.used(&[0], None);
     assert!(table.chunks[0].is_idle());
     assert_eq!(table.claim_ready(0), None);
     assert!(table.claim(0).is_some(), "it may be copied out");
@@ -299,7 +291,7 @@ fn what_was_refused_is_tried_again_behind_its_next_use() {
     table.demand.flushing = 1;
     for _ in 0..2 {
         table.hold(&[0]);
-        table.used(&[0], None, Wrote::Yes);
+        table.used(&[0], None);
         assert_eq!(table.to_clean(0), Some(0));
         table.refused(0);
         assert_eq!(table.to_clean(0), None);
@@ -328,7 +320,7 @@ fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
     table.graphs_let_go(&[0], 1);
     assert!(!table.chunks[0].is_idle() && table.claim(0).is_none());
     let launched = mark();
-    table.used(&[0], Some(&launched), Wrote::Maybe);
+    table.used(&[0], Some(&launched));
     assert!(!table.chunks[0].is_idle(), "the launch is not over");
     table.are_over(&[launched]);
     assert!(table.claim(0).is_some());

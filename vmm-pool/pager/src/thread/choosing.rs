@@ -21,9 +21,9 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     }
     let has_room = table.copies_out() < COPIES_OUT_MAX && table.free_question(QUESTIONS).is_some();
     let wanted = table.next_wanted();
-    let can_come = !table.is_looked || table.free_slot(SLOTS).is_some();
+    let free = table.free_slot(SLOTS);
     let mut is_keeping = false;
-    if let Some(newcomer) = wanted.filter(|_| can_come) {
+    if let Some((newcomer, slot)) = wanted.zip(free) {
         let victims = table.victims(newcomer);
         if victims.is_empty() && table.chunks()[newcomer].is_held() {
             // Without another frame who waits waits for ever: what refuses one is told.
@@ -31,7 +31,7 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
             table.demand.owe_nothing();
         }
         if table.resident() < table.demand.frames_now() && table.demand.owed() == 0 {
-            return Job::Bring { newcomer, victim: None };
+            return Job::Bring { newcomer, victim: None, slot };
         }
         let idle = victims.into_iter().filter(|&id| table.chunks()[id].is_idle());
         let (late, soon): (Vec<_>, Vec<_>) =
@@ -41,7 +41,7 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
         let first = idle.next();
         let ready = first.into_iter().chain(idle).find(|&id| table.is_ready(id));
         if ready.is_some() {
-            return Job::Bring { newcomer, victim: ready };
+            return Job::Bring { newcomer, victim: ready, slot };
         }
         if let Some(first) = first.filter(|_| has_room) {
             return Job::Clean(first);

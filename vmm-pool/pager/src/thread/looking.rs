@@ -1,4 +1,4 @@
-//! In a window where uses are seen at launches: chunks that are full are mapped, and devices say what was written.
+//! Chunks that are full are mapped, and devices say what was written.
 
 use std::sync::Arc;
 
@@ -37,11 +37,7 @@ impl<D: Driver> Worker<'_, D> {
     /// It may be under way: the chunk is not unmapped before it has been waited for.
     pub(super) fn ask(&mut self, chunk: usize) -> PoolResult<Option<Asked>> {
         let shared = self.shared;
-        let question = {
-            let table = shared.table();
-            let may_ask = table.is_looked || table.checks.is_on;
-            table.free_question(QUESTIONS).filter(|_| may_ask)
-        };
+        let question = shared.table().free_question(QUESTIONS);
         let Some(question) = question.filter(|&question| self.has_begun_to_ask(question, chunk))
         else {
             return Ok(None);
@@ -108,11 +104,12 @@ impl<D: Driver> Worker<'_, D> {
         let entered = self.shared.pool.enter();
         let row = self.shared.table().chunks()[id].row();
         let still = row.and_then(|row| StillChunk::away(&entered, row));
-        let taken = match still.as_ref().zip(self.shared.range_aside(slot)) {
-            Some((still, aside)) => self.remap(|| still.leave_aside(aside)),
-            None => Err(PoolError::NotOurs),
-        };
-        let still = match taken.and_then(|()| still.ok_or(PoolError::NotOurs)) {
+        let aside = self.shared.range_aside(slot);
+        let taken = still.ok_or(PoolError::NotOurs).and_then(|still| {
+            self.remap(|| still.leave_aside(aside))?;
+            Ok(still)
+        });
+        let still = match taken {
             Ok(still) => still,
             Err(error) => return self.shared.table().stuck(id, Arc::new(error.into())),
         };
@@ -121,7 +118,7 @@ impl<D: Driver> Worker<'_, D> {
             Ok(()) => {
                 still.came();
                 self.see(id);
-                self.shared.table().came(id, None);
+                self.shared.table().came(id);
             }
             Err(error) => {
                 still.did_not_come();

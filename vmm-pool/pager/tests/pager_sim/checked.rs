@@ -1,4 +1,4 @@
-//! Writes that no use and no call shows.
+//! Writes that no call shows.
 
 use sublet_pager::UnseenWrite;
 
@@ -6,9 +6,8 @@ use crate::program::{Holds, LIMIT, Stage, write_unseen};
 use crate::stage::UNIT;
 
 /// Spans of one chunk, of which the last that were used are on the device, all as their copies.
-fn stage(frames: u64, is_looked: bool, checks: bool) -> Stage {
-    let stage = Stage::new(frames);
-    let mut stage = if is_looked { stage.seen() } else { stage };
+fn stage(frames: u64, checks: bool) -> Stage {
+    let mut stage = Stage::new(frames);
     if checks {
         stage.pager().check_writes();
     }
@@ -30,31 +29,29 @@ fn go_around(stage: &mut Stage) {
 
 #[test]
 fn a_write_that_nobody_shows_is_named_and_kept() {
-    for is_looked in [false, true] {
-        let mut stage = stage(1, is_looked, true);
-        go_around(&mut stage);
-        stage.try_use(&[3], 0, false).expect("a use");
-        stage.check();
-        stage.pager().flush(LIMIT).expect("copied");
-        assert_eq!(stage.pager().report().unseen, [], "as long as all is shown");
-        let holds = Holds::Pattern(77);
-        write_unseen(&stage, 3, holds, 0, UNIT);
-        stage.spans[3][0].holds = holds;
-        go_around(&mut stage);
-        let unseen = stage.pager().report().unseen;
-        let [found] = &unseen[..] else { panic!("{unseen:?}") };
-        let start = stage.start_of(3).0;
-        assert_eq!((found.chunk, found.address, found.size_bytes), (3, start, UNIT));
-        assert_eq!((found.span, found.span_bytes), (start, UNIT));
-        assert!(found.after_use > 0 && found.after_use <= found.before_use, "{found:?}");
-        assert!(found.to_string().contains(&format!("from {start:#x} on, chunk 3")), "{found}");
-        stage.end();
-    }
+    let mut stage = stage(1, true);
+    go_around(&mut stage);
+    stage.try_use(&[3], 0, false).expect("a use");
+    stage.check();
+    stage.pager().flush(LIMIT).expect("copied");
+    assert_eq!(stage.pager().report().unseen, [], "as long as all is shown");
+    let holds = Holds::Pattern(77);
+    write_unseen(&stage, 3, holds, 0, UNIT);
+    stage.spans[3][0].holds = holds;
+    go_around(&mut stage);
+    let unseen = stage.pager().report().unseen;
+    let [found] = &unseen[..] else { panic!("{unseen:?}") };
+    let start = stage.start_of(3).0;
+    assert_eq!((found.chunk, found.address, found.size_bytes), (3, start, UNIT));
+    assert_eq!((found.span, found.span_bytes), (start, UNIT));
+    assert!(found.after_use > 0 && found.after_use <= found.before_use, "{found:?}");
+    assert!(found.to_string().contains(&format!("from {start:#x} on, chunk 3")), "{found}");
+    stage.end();
 }
 
 #[test]
 fn the_pieces_that_were_written_are_named_also_of_what_was_zero() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.pager().check_writes();
     stage.alloc_bytes(UNIT / 2).expect("addresses");
     stage.alloc_bytes(UNIT / 2).expect("addresses");
@@ -75,7 +72,7 @@ fn the_pieces_that_were_written_are_named_also_of_what_was_zero() {
 
 #[test]
 fn without_the_check_nothing_is_looked_for() {
-    let mut stage = stage(1, true, false);
+    let mut stage = stage(1, false);
     write_unseen(&stage, 3, Holds::Pattern(77), 0, UNIT);
     // The copy in host memory is what comes back.
     go_around(&mut stage);

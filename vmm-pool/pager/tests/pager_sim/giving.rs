@@ -111,8 +111,7 @@ fn who_asks_for_room_waits_through_a_pause() {
     let mut stage = crowded();
     stage.hold(0);
     let (span, pool) = (stage.start_of(0), Arc::clone(stage.pool.pool()));
-    let stream = stage.streams[0];
-    stage.pager().acquire(&[span], stream, LIMIT).expect("here");
+    stage.pager().acquire(&[span], LIMIT).expect("here");
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
             pool.driver().make_current(DEVICE).expect("device 0");
@@ -124,7 +123,7 @@ fn who_asks_for_room_waits_through_a_pause() {
         stage.held.clear();
         pause(&stage.pool);
         resume(&stage.pool);
-        stage.pager().release(&[span], stream, false).expect("released");
+        stage.pager().release(&[span]).expect("released");
         assert!(asking.join().expect("no panic"));
         assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 2) * UNIT);
     });
@@ -138,12 +137,11 @@ fn a_window_that_finds_no_room_takes_a_frame_from_one_that_has_more() {
     let mut stage = crowded();
     let poor = program::pager(&stage.pool, 4, unlimited);
     let spans = [(); 4].map(|()| poor.alloc(UNIT).expect("addresses"));
-    let stream = stage.streams[0];
     for span in spans {
-        poor.acquire(&[span], stream, LIMIT).expect("a frame of the other");
+        poor.acquire(&[span], LIMIT).expect("a frame of the other");
     }
     for span in spans {
-        poor.release(&[span], stream, false).expect("released");
+        poor.release(&[span]).expect("released");
     }
     assert_eq!(poor.report().resident_bytes, 4 * UNIT);
     assert_eq!(stage.pager().report().resident_bytes, (FRAMES - 4) * UNIT);
@@ -160,19 +158,19 @@ fn a_window_without_frames_waits_for_the_kernels_of_another_one() {
     let span = poor.alloc(UNIT).expect("addresses");
     // All frames are behind a kernel.
     stage.hold(0);
-    let [own, other] = stage.streams;
-    for one in (0..stage.spans.len()).map(|span| [stage.start_of(span)]) {
-        stage.pager().acquire(&one, own, LIMIT).expect("each of them");
-        stage.pager().release(&one, own, false).expect("released");
+    let own = In::Stream(stage.streams[0]);
+    for one in (0..stage.spans.len()).map(|span| [VaRange::new(stage.start_of(span), 1)]) {
+        let used = stage.pager().begin_call(&one, own, LIMIT).expect("each of them");
+        stage.pager().end_call(&used.expect("paged"));
     }
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| poor.acquire(&[span], other, LIMIT));
+        let waiting = scope.spawn(|| poor.acquire(&[span], LIMIT));
         // Longer than it asks if it has frames of its own.
         std::thread::park_timeout(Duration::from_millis(1500));
         stage.held.clear();
         waiting.join().expect("no panic").expect("a frame of the other");
     });
-    poor.release(&[span], other, false).expect("released");
+    poor.release(&[span]).expect("released");
     stage.use_all(false);
     drop(poor);
     stage.check();
@@ -181,9 +179,8 @@ fn a_window_without_frames_waits_for_the_kernels_of_another_one() {
 
 #[test]
 fn windows_on_a_full_device_share_it_while_pauses_come() {
-    let mut stage = crowd(Stage::looked(FRAMES));
+    let mut stage = crowd(Stage::new(FRAMES));
     let poor = program::pager(&stage.pool, 4, unlimited);
-    poor.look_for_uses().expect("addresses");
     let spans = [(); 6].map(|()| poor.alloc(UNIT).expect("addresses"));
     let stream = In::Stream(stage.streams[1]);
     let (pool, stop) = (Arc::clone(stage.pool.pool()), AtomicBool::new(false));
@@ -227,8 +224,8 @@ fn without_a_figure_frames_are_what_is_left_of_the_device() {
     assert_eq!((report.resident_bytes, report.frames_bytes), (LEFT * UNIT, 3 * LEFT * UNIT));
     // Who waits gets a frame of that too, if none can leave.
     let all: Vec<_> = (0..stage.spans.len()).map(|span| stage.start_of(span)).collect();
-    stage.pager().acquire(&all, stage.streams[0], LIMIT).expect("all of them");
-    stage.pager().release(&all, stage.streams[0], false).expect("released");
+    stage.pager().acquire(&all, LIMIT).expect("all of them");
+    stage.pager().release(&all).expect("released");
     stage.use_all(false);
     stage.check();
     drop(stage.pager.take());

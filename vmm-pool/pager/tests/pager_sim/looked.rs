@@ -1,4 +1,4 @@
-//! Uses that nobody announces, and that are seen at launches.
+//! Uses as they are seen at launches.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::stage::{DEVICE, UNIT, pause, resume};
 
 #[test]
 fn calls_that_use_the_same_take_one_event() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc(1).expect("addresses");
     for _ in 0..40 {
         stage.try_use(&[0], 0, true).expect("a use");
@@ -26,7 +26,7 @@ fn calls_that_use_the_same_take_one_event() {
 
 #[test]
 fn a_call_uses_the_whole_span_that_it_names_an_address_of() {
-    let mut stage = Stage::looked(3);
+    let mut stage = Stage::new(3);
     let stream = In::Stream(stage.streams[0]);
     // The second reaches from the first chunk into the third.
     for size_bytes in [UNIT / 2, 2 * UNIT, UNIT / 2, UNIT] {
@@ -50,7 +50,7 @@ fn a_call_uses_the_whole_span_that_it_names_an_address_of() {
 
 #[test]
 fn a_call_that_waits_for_a_frame_ends_uses_of_other_streams() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     for round in 0..6 {
@@ -62,7 +62,7 @@ fn a_call_that_waits_for_a_frame_ends_uses_of_other_streams() {
 
 #[test]
 fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     let (first, second) = (word_at(stage.start_of(0), 0), word_at(stage.start_of(1), 0));
@@ -72,6 +72,8 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
     let text = error.to_string();
     assert!(text.contains(&format!("1 of 1 chunks from {:#x}", stage.start_of(1).0)), "{text}");
     assert!(text.contains("1 of 1 frames are taken, 1 chunks are in use"), "{text}");
+    let waited = Duration::from_micros(stage.pager().report().waited_us);
+    assert!(waited >= SHORT, "what a call has waited is counted: {waited:?}");
     stage.pager().end_call(&looked.expect("paged"));
     stage.try_use(&[1], 1, true).expect("now it is launched");
     stage.end();
@@ -80,7 +82,7 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
 /// The thread that ends a use may be in the middle of that when the span is freed.
 #[test]
 fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_to_end() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     let (first, second) = (stage.start_of(0), stage.start_of(1));
@@ -116,7 +118,7 @@ fn a_span_that_is_freed_while_a_call_that_names_it_waits_comes_and_goes_with_tha
 }
 
 fn free_while_a_call_waits(is_captured: bool) {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     let second = stage.start_of(1);
@@ -152,7 +154,7 @@ fn free_while_a_call_waits(is_captured: bool) {
 /// What is used last from now on is to leave, but the work that uses it does not end.
 #[test]
 fn patience_for_what_is_used_last_ends() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(3);
     // The order is learnt.
     for call in 0..14 {
@@ -170,7 +172,7 @@ fn patience_for_what_is_used_last_ends() {
 
 #[test]
 fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(3);
     let words = [0, 1, 2].map(|span| word_at(stage.start_of(span), 0));
     let [first, second] = stage.streams.map(In::Stream);
@@ -197,7 +199,7 @@ fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
 
 #[test]
 fn what_is_not_full_yet_is_not_mapped() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     stage.use_all(true);
@@ -227,7 +229,7 @@ fn what_is_not_full_yet_is_not_mapped() {
 
 #[test]
 fn what_a_graph_uses_stays() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(3);
     stage.use_all(true);
     let word = word_at(stage.start_of(0), 0);
@@ -244,7 +246,7 @@ fn what_a_graph_uses_stays() {
 
 #[test]
 fn what_a_graph_uses_stays_if_a_span_that_shares_its_chunk_is_freed() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     for size_bytes in [UNIT / 2, UNIT / 2, UNIT, UNIT] {
         stage.alloc_bytes(size_bytes).expect("addresses");
     }
@@ -261,7 +263,21 @@ fn what_a_graph_uses_stays_if_a_span_that_shares_its_chunk_is_freed() {
 
 #[test]
 fn a_capture_waits_for_the_copy_of_what_it_uses() {
-    let mut stage = Stage::looked(2);
+    waits_for_a_copy(|stage| stage.capture(0));
+}
+
+/// Work that no call shows may begin then.
+#[test]
+fn what_is_acquired_is_not_being_copied() {
+    waits_for_a_copy(|stage| {
+        let start = stage.start_of(0);
+        stage.pager().acquire(&[start], LIMIT).expect("here");
+        stage.pager().release(&[start]).expect("released");
+    });
+}
+
+fn waits_for_a_copy(hold: fn(&Stage)) {
+    let mut stage = Stage::new(2);
     stage.alloc(1).expect("addresses");
     stage.use_all(true);
     stage.check();
@@ -280,7 +296,7 @@ fn a_capture_waits_for_the_copy_of_what_it_uses() {
         while stage.pager().report().out_bytes == 0 {
             std::thread::yield_now();
         }
-        stage.capture(0);
+        hold(&stage);
         assert!(faults.calls(DriverOp::EventSynchronize) > synchronized, "it reads the chunk");
         faults.clear();
         flushing.join().expect("no panic").expect("copied");
@@ -291,7 +307,7 @@ fn a_capture_waits_for_the_copy_of_what_it_uses() {
 
 #[test]
 fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(3);
     stage.use_all(true);
     for of in [0, 1] {
@@ -314,7 +330,7 @@ fn what_has_no_room_next_to_what_graphs_use_is_refused_immediately() {
 
 #[test]
 fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(3);
     let stream = In::Stream(stage.streams[0]);
     for graph in [true, false] {
@@ -350,7 +366,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
 
 #[test]
 fn a_window_ends_when_launches_of_graphs_are_over() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc(1).expect("addresses");
     stage.capture(0);
     stage.hold(0);
@@ -373,7 +389,7 @@ fn a_window_ends_when_launches_of_graphs_are_over() {
 
 #[test]
 fn what_is_freed_behind_its_last_use_leaves_though_nobody_wants_its_frame() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.use_all(true);
     stage.check();
@@ -384,7 +400,7 @@ fn what_is_freed_behind_its_last_use_leaves_though_nobody_wants_its_frame() {
 
 #[test]
 fn a_pause_waits_for_what_is_being_filled() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(2);
     stage.use_all(true);
     stage.check();
@@ -411,7 +427,7 @@ fn a_pause_waits_for_what_is_being_filled() {
 
 #[test]
 fn uses_of_a_stream_that_is_captured_end_behind_the_capture() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     stage.try_use(&[0], 0, true).expect("a use");
@@ -429,7 +445,7 @@ fn uses_of_a_stream_that_is_captured_end_behind_the_capture() {
 
 #[test]
 fn a_capture_waits_through_a_pause_for_uses_that_another_thread_is_about_to_end() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.try_use(&[0], 0, true).expect("a use");
     let recorded = stage.driver().faults().calls(DriverOp::EventRecord);
@@ -453,7 +469,7 @@ fn a_capture_waits_through_a_pause_for_uses_that_another_thread_is_about_to_end(
 
 #[test]
 fn the_host_gets_all_but_what_a_graph_uses() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
     stage.capture(0);
@@ -467,7 +483,7 @@ fn the_host_gets_all_but_what_a_graph_uses() {
 
 #[test]
 fn a_flush_ends_uses_that_have_begun_meanwhile() {
-    let mut stage = Stage::looked(2);
+    let mut stage = Stage::new(2);
     stage.alloc_each(2);
     let word = word_at(stage.start_of(0), 0);
     let [first, second] = stage.streams.map(In::Stream);
@@ -492,7 +508,7 @@ fn a_flush_ends_uses_that_have_begun_meanwhile() {
 
 #[test]
 fn what_calls_left_as_it_was_is_not_copied_out_again() {
-    let mut stage = Stage::looked(1);
+    let mut stage = Stage::new(1);
     stage.alloc_each(3);
     stage.use_all(true);
     stage.pager().flush(LIMIT).expect("copied");

@@ -123,8 +123,6 @@ pub(crate) struct Stage {
     pub(crate) reads: Vec<(Box<[u8]>, Holds)>,
     pub(crate) spans: Vec<Vec<Place>>,
     pub(crate) next_seed: u64,
-    /// Uses are shown as calls, and not announced by spans.
-    pub(crate) is_looked: bool,
 }
 
 impl Stage {
@@ -167,18 +165,7 @@ impl Stage {
             held: Vec::new(),
             spans: Vec::new(),
             next_seed: 1,
-            is_looked: false,
         }
-    }
-
-    /// One whose uses are seen at launches.
-    pub(crate) fn looked(frames: u64) -> Self {
-        Self::new(frames).seen()
-    }
-
-    pub(crate) fn seen(self) -> Self {
-        self.pager().look_for_uses().expect("addresses");
-        Self { is_looked: true, ..self }
     }
 
     pub(crate) fn pager(&self) -> &Pager<SimDriver> {
@@ -253,22 +240,12 @@ impl Stage {
         let raw = self.streams[stream];
         self.held.clear();
         let text = |error: PageError| error.to_string();
-        if self.is_looked {
-            // Any byte of what it uses will do.
-            let words: Vec<_> = starts.iter().map(|start| word_at(*start, 7)).collect();
-            let begun = self.pager().begin_call(&words, In::Stream(raw), LIMIT).map_err(text)?;
-            let touched = begun.expect("it is paged");
-            let launched = self.launch(spans, stream, writes);
-            self.pager().end_call(&touched);
-            return launched.map_err(|error| error.to_string());
-        }
-        self.pager().acquire(&starts, raw, LIMIT).map_err(text)?;
+        // Any byte of what it uses will do.
+        let words: Vec<_> = starts.iter().map(|start| word_at(*start, 7)).collect();
+        let begun = self.pager().begin_call(&words, In::Stream(raw), LIMIT).map_err(text)?;
+        let touched = begun.expect("it is paged");
         let launched = self.launch(spans, stream, writes);
-        // Whatever was launched is behind the event.
-        for attempt in 0.. {
-            let Err(error) = self.pager().release(&starts, raw, writes) else { break };
-            assert!(attempt < 2 && matches!(error, PageError::Pool(_)), "{error}");
-        }
+        self.pager().end_call(&touched);
         launched.map_err(|error| error.to_string())
     }
 
@@ -310,7 +287,7 @@ impl Stage {
                     let holds = Holds::Pattern(self.next_seed);
                     let source = bytes_of(holds, size_bytes).into_boxed_slice();
                     let pointer = NonNull::from(&source[..]).cast();
-                    // SAFETY: the buffer is kept until the devices have been waited for; the chunk is acquired.
+                    // SAFETY: the buffer is kept until the devices have been waited for; the chunk is held.
                     unsafe { driver.copy_to_device(range, pointer, raw) }?;
                     self.next_seed += 1;
                     self.spans[span][index].holds = holds;

@@ -58,7 +58,8 @@ struct World {
     reads: Vec<Read>,
     random: Random,
     last_seed: u64,
-    is_looked: bool,
+    /// Calls are made while what they use is held.
+    holds: bool,
     /// Steps so far, for readers of a failure.
     log: Vec<String>,
 }
@@ -85,10 +86,7 @@ impl World {
             frames_bytes: (3 + random.below(3)) * UNIT,
         };
         let pager = Pager::new(Arc::clone(pool.pool()), DEVICE, size, unlimited).expect("a window");
-        let is_looked = !random.one_in(4);
-        if is_looked {
-            pager.look_for_uses().expect("addresses");
-        }
+        let holds = random.one_in(4);
         if random.one_in(4) {
             pager.check_writes();
         }
@@ -113,7 +111,7 @@ impl World {
             reads,
             random,
             last_seed,
-            is_looked,
+            holds,
             log,
         };
         (0..4).for_each(|_| world.alloc());
@@ -157,20 +155,18 @@ impl World {
             self.last = now;
         }
         let span = self.spans[at].start;
-        let touched = if self.is_looked {
-            let begun = self.pager.begin_call(&[word_at(span, 8)], In::Stream(raw), LIMIT);
-            begun.unwrap_or_else(|error| panic!("{error}\n{}", self.story()))
-        } else {
-            let begun = self.pager.acquire(&[span], raw, LIMIT);
-            begun.unwrap_or_else(|error| panic!("{error}\n{}", self.story()));
-            None
-        };
+        if self.holds {
+            let held = self.pager.acquire(&[span], LIMIT);
+            held.unwrap_or_else(|error| panic!("{error}\n{}", self.story()));
+        }
+        let begun = self.pager.begin_call(&[word_at(span, 8)], In::Stream(raw), LIMIT);
+        let touched = begun.unwrap_or_else(|error| panic!("{error}\n{}", self.story()));
         let inside = pool.enter();
         work(self, &driver, raw);
         drop(inside);
-        match touched {
-            Some(touched) => self.pager.end_call(&touched),
-            None => self.pager.release(&[span], raw, true).expect("released"),
+        self.pager.end_call(&touched.expect("it is paged"));
+        if self.holds {
+            self.pager.release(&[span]).expect("released");
         }
     }
 

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use sublet_pager::{PageError, Pager, WindowSize};
+use sublet_pager::{In, PageError, Pager, WindowSize};
 use vmm_pool::HostBudget;
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, DriverCode, DriverOp, VaRange};
 
 use crate::process::SimPool;
-use crate::program::{Holds, LIMIT, SHORT, Stage, unlimited};
+use crate::program::{Holds, LIMIT, SHORT, Stage, unlimited, word_at, write_unseen};
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, create, free_bytes, kept, map, node, pattern,
     pause, pool, resume, write,
@@ -41,10 +41,10 @@ fn four_times_as_much_as_the_frames_hold_is_all_there() {
 fn a_pager_that_panics_refuses_uses_by_name_and_keeps_no_pause_up() {
     let mut stage = Stage::new(2);
     let span = stage.alloc(1).expect("addresses");
-    let (start, stream) = (stage.start_of(span), stage.streams[0]);
+    let start = stage.start_of(span);
     stage.driver().faults().panic_at(DriverOp::Create);
     for _ in 0..2 {
-        let refused = stage.pager().acquire(&[start], stream, LIMIT).expect_err("it has ended");
+        let refused = stage.pager().acquire(&[start], LIMIT).expect_err("it has ended");
         assert!(matches!(refused, PageError::Ended { device: DEVICE }), "{refused}");
     }
     pause(&stage.pool);
@@ -68,7 +68,8 @@ fn spans_lie_side_by_side_and_take_the_chunks_that_their_bytes_fill() {
     }
     stage.check();
     let after = stage.pager().report();
-    assert!(after.in_bytes - before <= 3 * 6 * UNIT, "{after:?}");
+    // One comes ahead of a round that is not there.
+    assert!(after.in_bytes - before <= (3 * 6 + 1) * UNIT, "{after:?}");
     assert!(after.resident_bytes <= 2 * UNIT, "{after:?}");
     stage.end();
 }
@@ -80,14 +81,13 @@ fn a_chunk_of_two_spans_goes_when_both_are_done_and_keeps_what_each_has_written(
         stage.alloc_bytes(size_bytes).expect("addresses");
     }
     let starts: Vec<_> = (0..3).map(|span| stage.start_of(span)).collect();
-    let stream = stage.streams[0];
     assert_eq!(starts[0].0 + UNIT / 2, starts[1].0);
     // Both by one call, and each let go by its own.
-    stage.pager().acquire(&starts[..2], stream, LIMIT).expect("one chunk");
-    stage.pager().release(&starts[..1], stream, false).expect("released");
-    let error = stage.pager().acquire(&starts[2..], stream, SHORT).expect_err("the other is held");
+    stage.pager().acquire(&starts[..2], LIMIT).expect("one chunk");
+    stage.pager().release(&starts[..1]).expect("released");
+    let error = stage.pager().acquire(&starts[2..], SHORT).expect_err("the other is held");
     assert!(matches!(error, PageError::Late { .. }), "{error}");
-    stage.pager().release(&starts[1..2], stream, false).expect("released");
+    stage.pager().release(&starts[1..2]).expect("released");
     for _ in 0..2 {
         for span in [0, 2, 1, 2] {
             stage.try_use(&[span], span % 2, true).expect("a use");
@@ -133,8 +133,9 @@ fn of_a_known_order_what_is_used_soonest_stays() {
         for span in 0..8 {
             stage.try_use(&[span], span % 2, writes).expect("a use");
             stage.check();
+            // Any may leave now: the order alone decides.
+            stage.pager().flush(LIMIT).expect("copied");
         }
-        stage.pager().flush(LIMIT).expect("copied");
         stage.pager().report().in_bytes / UNIT
     };
     round(true);
@@ -151,7 +152,7 @@ fn a_use_of_more_than_the_frames_is_refused_with_the_least_that_works() {
     let mut stage = Stage::new(2);
     stage.alloc(3).expect("addresses");
     let start = stage.start_of(0);
-    let error = stage.pager().acquire(&[start], stage.streams[0], LIMIT).expect_err("three of two");
+    let error = stage.pager().acquire(&[start], LIMIT).expect_err("three of two");
     let PageError::TooFewFrames { needed_bytes, frames_bytes } = error else { panic!("{error}") };
     assert_eq!((needed_bytes, frames_bytes), (3 * UNIT, 2 * UNIT));
     stage.pager().set_frames(3 * UNIT, LIMIT).expect("more");
@@ -164,14 +165,39 @@ fn frames_are_waited_for_and_who_waits_too_long_is_told_for_what() {
     let mut stage = Stage::new(2);
     stage.alloc(2).expect("addresses");
     stage.alloc(1).expect("addresses");
-    let (two, one, stream) = (stage.start_of(0), stage.start_of(1), stage.streams[0]);
-    stage.pager().acquire(&[two], stream, LIMIT).expect("both");
-    let error = stage.pager().acquire(&[one], stream, SHORT).expect_err("both are held");
+    let (two, one) = (stage.start_of(0), stage.start_of(1));
+    stage.pager().acquire(&[two], LIMIT).expect("both");
+    let error = stage.pager().acquire(&[one], SHORT).expect_err("both are held");
     let PageError::Late { what, limit } = error else { panic!("{error}") };
     assert_eq!(limit, SHORT);
-    assert!(what.contains(&UNIT.to_string()), "{what}");
-    stage.pager().release(&[two], stream, false).expect("released");
+    assert!(what.contains(&format!("1 of 1 chunks from {:#x}", one.0)), "{what}");
+    stage.pager().release(&[two]).expect("released");
     stage.try_use(&[1], 1, true).expect("now there is room");
+    stage.end();
+}
+
+/// A program may have an address mapped before it launches anything, for the driver to say whose it is.
+#[test]
+fn what_is_acquired_stays_until_it_is_released_and_keeps_what_was_written_unseen_meanwhile() {
+    let mut stage = Stage::new(1);
+    stage.alloc_each(2);
+    stage.use_all(true);
+    stage.check();
+    stage.pager().flush(LIMIT).expect("copied");
+    let first = stage.start_of(0);
+    stage.pager().acquire(&[first], LIMIT).expect("here");
+    assert!(stage.driver().core().mapping_at(first).is_some());
+    let other = word_at(stage.start_of(1), 0);
+    let stream = In::Stream(stage.streams[0]);
+    let error = stage.pager().begin_call(&[other], stream, SHORT).expect_err("it is held");
+    assert!(matches!(error, PageError::Late { .. }), "{error}");
+    let holds = Holds::Pattern(77);
+    write_unseen(&stage, 0, holds, 0, UNIT);
+    stage.spans[0][0].holds = holds;
+    stage.pager().release(&[first]).expect("released");
+    stage.try_use(&[1], 0, false).expect("it gave its frame");
+    stage.use_all(false);
+    stage.check();
     stage.end();
 }
 
@@ -180,17 +206,19 @@ fn a_chunk_goes_only_when_uses_on_all_streams_are_over() {
     let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
     stage.alloc(1).expect("addresses");
-    let (first, second, streams) = (stage.start_of(0), stage.start_of(1), stage.streams);
-    stage.pager().acquire(&[first], streams[0], LIMIT).expect("here");
-    stage.pager().acquire(&[first], streams[1], LIMIT).expect("here");
+    let [first, second] = [0, 1].map(|span| word_at(stage.start_of(span), 0));
+    let streams = stage.streams.map(In::Stream);
+    let uses = streams.map(|stream| stage.pager().begin_call(&[first], stream, LIMIT));
     stage.hold(0);
-    stage.pager().release(&[first], streams[0], false).expect("a use that is not over");
-    stage.pager().release(&[first], streams[1], false).expect("a later one that is");
-    let error = stage.pager().acquire(&[second], streams[1], SHORT).expect_err("in use");
+    // One that is not over, and a later one that is.
+    for used in uses {
+        stage.pager().end_call(&used.expect("here").expect("paged"));
+    }
+    let error = stage.pager().begin_call(&[second], streams[1], SHORT).expect_err("in use");
     assert!(matches!(error, PageError::Late { .. }), "{error}");
     stage.held.clear();
-    stage.pager().acquire(&[second], streams[1], LIMIT).expect("now it is over");
-    stage.pager().release(&[second], streams[1], false).expect("released");
+    let used = stage.pager().begin_call(&[second], streams[1], LIMIT).expect("now it is over");
+    stage.pager().end_call(&used.expect("paged"));
     stage.end();
 }
 
@@ -263,11 +291,11 @@ fn a_use_waits_through_a_pause_however_long_that_is() {
     stage.use_all(true);
     stage.check();
     pause(&stage.pool);
-    let (first, stream) = (stage.start_of(0), stage.streams[0]);
+    let first = stage.start_of(0);
     std::thread::scope(|scope| {
         let pager = stage.pager();
         let (tell, told) = std::sync::mpsc::channel();
-        scope.spawn(move || tell.send(pager.acquire(&[first], stream, BUSY)));
+        scope.spawn(move || tell.send(pager.acquire(&[first], BUSY)));
         // The pager has come to the gate.
         while !stage.pool.gate().waiting().iter().any(|call| call.passage.can_step()) {
             std::thread::yield_now();
@@ -276,7 +304,7 @@ fn a_use_waits_through_a_pause_however_long_that_is() {
         resume(&stage.pool);
         told.recv().expect("no panic").expect("here");
     });
-    stage.pager().release(&[first], stream, false).expect("released");
+    stage.pager().release(&[first]).expect("released");
     stage.use_all(false);
     stage.end();
 }
@@ -337,7 +365,7 @@ fn what_is_pinned_no_more_leaves_for_a_use_that_did_not_fit_beside_it() {
         stage.try_use(&[span], 0, true).expect("through the other frame");
     }
     let both = [1, 2].map(|span| stage.start_of(span));
-    let refused = stage.pager().acquire(&both, stage.streams[0], SHORT).expect_err("no room");
+    let refused = stage.pager().acquire(&both, SHORT).expect_err("no room");
     assert!(matches!(refused, PageError::Late { .. }), "{refused}");
     stage.pool.enter().unregister(&registered);
     stage.try_use(&[1, 2], 0, true).expect("through both frames");

@@ -1,5 +1,5 @@
-//! Memory of a process that is larger than its frames, and used by its kernels: announced, or seen at calls. What is in it
-//! is compared with a model that is never paged.
+//! Memory of a process that is larger than its frames, and used by its kernels. What is in it is compared with a model that is
+//! never paged.
 
 mod using;
 
@@ -26,8 +26,6 @@ const LIBRARY: &str = "paged";
 /// For what a pager does, without the time of pauses. Shorter than a worker may take for an answer.
 const LIMIT: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// A use that an injected fault made fail is tried again so often at most.
-const TRIES_MAX: usize = 8;
 const BLOCKS_MAX: usize = 8;
 /// A pager has one stream for each way, and as many again from its first question on.
 const PAGER_STREAMS: RangeInclusive<usize> = 2..=4;
@@ -38,8 +36,6 @@ enum Holds {
     /// It was another block's.
     Anything,
     Is(u64),
-    /// The second was written, and nobody was told.
-    Either(u64, u64),
 }
 
 impl Holds {
@@ -47,7 +43,6 @@ impl Holds {
         match self {
             Self::Anything => true,
             Self::Is(wanted) => pattern == Some(wanted),
-            Self::Either(one, other) => pattern == Some(one) || pattern == Some(other),
         }
     }
 }
@@ -69,20 +64,9 @@ impl Block {
     }
 }
 
-/// How uses are told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Told {
-    /// Between acquiring and releasing.
-    Announced,
-    /// By the calls that name addresses.
-    Seen,
-}
-
 /// A pager, and what was made in its window.
 struct Window {
     pager: Arc<Pager<SimDriver>>,
-    told: Told,
-    checks_writes: bool,
     size: WindowSize,
     frames: u64,
     blocks: Vec<Block>,
@@ -91,8 +75,6 @@ struct Window {
     next: usize,
     /// Calls had been made to fail when it was made.
     fired: u64,
-    /// Blocks that were written and nobody was told.
-    lies: Vec<VaRange>,
     /// Chunks that graphs use: they stay.
     kept: BTreeSet<u64>,
     /// What it had done when that was last counted.
@@ -301,7 +283,6 @@ impl Paged {
             ("chunks out", (now.out_bytes - before.out_bytes) / now.chunk_bytes),
             ("unchanged", (now.unchanged_bytes - before.unchanged_bytes) / now.chunk_bytes),
             ("calls", now.calls - before.calls),
-            ("untold writes found", (now.unseen.len() - before.unseen.len()) as u64),
         ];
         for (name, count) in by {
             self.count(name, count);
@@ -319,18 +300,11 @@ impl Paged {
             chunk_bytes,
             frames_bytes: frames * chunk_bytes,
         };
-        let told = if random.bool() { Told::Announced } else { Told::Seen };
         let checks_writes = random.bool();
         let fired = self.fired();
         let (pool, budget) = (Arc::clone(self.member.pool()), self.member.host_budget());
         let made = Pager::new(pool, self.device, size, budget);
         let Some(pager) = self.judged("a window", made)? else { return Ok(false) };
-        if told == Told::Seen {
-            let looked = pager.look_for_uses();
-            if self.judged("looking for uses", looked)?.is_none() {
-                return Ok(false);
-            }
-        }
         if checks_writes {
             pager.check_writes();
         }
@@ -338,15 +312,12 @@ impl Paged {
         *self.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&pager));
         self.window = Some(Window {
             pager,
-            told,
-            checks_writes,
             size: WindowSize { frames_bytes: most * chunk_bytes, ..size },
             frames,
             blocks: Vec::new(),
             order: Vec::new(),
             next: 0,
             fired,
-            lies: Vec::new(),
             kept: BTreeSet::new(),
             counted: PageReport::default(),
         });
@@ -429,7 +400,7 @@ impl Paged {
         let kept: BTreeSet<_> =
             window.kept.iter().copied().chain(window.chunks_of(range)).collect();
         // Others need a frame, too.
-        if window.told == Told::Announced || kept.len() as u64 >= window.frames {
+        if kept.len() as u64 >= window.frames {
             return Ok(true);
         }
         let begun = window.pager.begin_call(&[window.blocks[index].part(0, 1)], In::Graph, LIMIT);
@@ -545,14 +516,9 @@ impl Paged {
     }
 }
 
-/// Each write that was found is one that nobody was told of.
+/// Checks that all writes were seen.
 fn judge_unseen(window: &Window) -> Outcome {
-    let report = window.pager.report();
-    let is_lie = |chunk: usize| {
-        let chunk = u64::try_from(chunk).unwrap_or(u64::MAX);
-        window.lies.iter().any(|lie| window.chunks_of(*lie).contains(&chunk))
-    };
-    match report.unseen.iter().find(|found| !is_lie(found.chunk)) {
+    match window.pager.report().unseen.first() {
         Some(found) => Err(Trouble::new(format!("a write that was told: {found}"))),
         None => Ok(()),
     }

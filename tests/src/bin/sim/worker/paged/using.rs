@@ -11,7 +11,7 @@ use vmm_pool::gate::Passage;
 use crate::worker::calls::device_refused;
 use crate::worker::memory::{self, Paint};
 
-use super::{Block, Holds, LIMIT, Paged, TRIES_MAX, Told};
+use super::{Block, Holds, LIMIT, Paged};
 
 impl Paged {
     /// Uses the next blocks in their order, which changes now and then.
@@ -59,50 +59,45 @@ impl Paged {
         let raw = self.streams[stream];
         let Some(window) = &self.window else { return Ok(true) };
         let (pager, starts) = (Arc::clone(&window.pager), window.starts(blocks));
-        match window.told {
-            Told::Announced => {
-                let lies = writes && window.checks_writes && self.random.u8(..8) == 0;
-                let begun = pager.acquire(&starts, raw, LIMIT);
-                if self.judged("a use", begun)?.is_none() {
-                    return Ok(false);
-                }
-                self.launch(blocks, stream, (writes, lies))?;
-                for _ in 0..TRIES_MAX {
-                    let released = pager.release(&starts, raw, writes && !lies);
-                    if self.judged("the end of a use", released)?.is_some() {
-                        return Ok(true);
-                    }
-                }
-                Err(Trouble::new("the end of a use was refused again and again"))
-            }
-            // The graph was launched, which names nothing.
-            Told::Seen if blocks.iter().all(|block| window.is_kept(*block)) => {
-                let touched = pager.begin_graph([In::Stream(raw), In::OwnStream(raw)][stream]);
-                let touched = touched.ok_or_else(|| Trouble::new("no graph is known of"))?;
-                self.launch(blocks, stream, (writes, false))?;
-                pager.end_call(&touched);
-                Ok(true)
-            }
-            Told::Seen => {
-                // Any byte of a block will do.
-                let byte = |index: &usize| {
-                    let block = &window.blocks[*index];
-                    block.part(self.random.usize(..block.pages.len()), 1)
-                };
-                let words: Vec<_> = blocks.iter().map(byte).collect();
-                let place = [In::Stream(raw), In::OwnStream(raw)][stream];
-                let begun = pager.begin_call(&words, place, LIMIT);
-                let Some(touched) = self.judged("a call", begun)? else { return Ok(false) };
-                let touched = touched.ok_or_else(|| Trouble::new("what is paged is not known"))?;
-                self.launch(blocks, stream, (writes, false))?;
-                pager.end_call(&touched);
-                Ok(true)
+        // The graph was launched, which names nothing.
+        if blocks.iter().all(|block| window.is_kept(*block)) {
+            let touched = pager.begin_graph([In::Stream(raw), In::OwnStream(raw)][stream]);
+            let touched = touched.ok_or_else(|| Trouble::new("no graph is known of"))?;
+            self.launch(blocks, stream, writes)?;
+            pager.end_call(&touched);
+            return Ok(true);
+        }
+        // Any byte of a block will do.
+        let byte = |index: &usize| {
+            let block = &window.blocks[*index];
+            block.part(self.random.usize(..block.pages.len()), 1)
+        };
+        let words: Vec<_> = blocks.iter().map(byte).collect();
+        let is_held = self.random.u8(..4) == 0;
+        if is_held {
+            let held = pager.acquire(&starts, LIMIT);
+            if self.judged("blocks that are mapped", held)?.is_none() {
+                return Ok(false);
             }
         }
+        let place = [In::Stream(raw), In::OwnStream(raw)][stream];
+        let begun = pager.begin_call(&words, place, LIMIT);
+        let touched = self.judged("a call", begun)?;
+        if let Some(touched) = &touched {
+            let touched =
+                touched.as_ref().ok_or_else(|| Trouble::new("what is paged is not known"))?;
+            self.launch(blocks, stream, writes)?;
+            pager.end_call(touched);
+        }
+        if is_held && self.window.is_some() {
+            let released = pager.release(&starts);
+            self.judged("blocks that may leave", released)?;
+        }
+        Ok(touched.is_some())
     }
 
     /// Hands kernels to a stream, behind those of the other.
-    fn launch(&mut self, blocks: &[usize], stream: usize, (writes, lies): (bool, bool)) -> Outcome {
+    fn launch(&mut self, blocks: &[usize], stream: usize, writes: bool) -> Outcome {
         let member = Arc::clone(&self.member);
         let _pass = member.gate().pass(Passage::Use);
         let (core, driver) = (member.pool().driver().core(), member.pool().driver());
@@ -122,16 +117,7 @@ impl Paged {
             }
             let (part, paint) = (block.part(first, pages), Paint::plain(pattern));
             memory::queue_write(driver, (self.device, raw), part, paint).map_err(device_refused)?;
-            for page in &mut block.pages[first..first + pages] {
-                *page = match (lies, *page) {
-                    (false, _) => Holds::Is(pattern),
-                    (true, Holds::Is(before)) => Holds::Either(before, pattern),
-                    (true, Holds::Either(..) | Holds::Anything) => Holds::Anything,
-                };
-            }
-            if lies {
-                window.lies.push(block.range());
-            }
+            block.pages[first..first + pages].fill(Holds::Is(pattern));
         }
         core.record_event(self.marks[stream], raw).map_err(device_refused)
     }
