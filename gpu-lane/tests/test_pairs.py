@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,14 @@ cat >"$OUT/$1.json" <<END
 END
 [ "$value" != 0.5 ] || exit 1
 """
+
+
+#: Command, seconds expected and GPUs of each call that the pages describe.
+CALLS = [
+    (found[1], int(found[2]), int(found[3]))
+    for page in ("gpu-tests", "benchmarks")
+    for found in re.finditer(r"^\|[^|]+\| `([^`]+)` \| (\d+) s \| (\d) \|$", (common.ROOT / page / "README.md").read_text(), re.MULTILINE)
+]
 
 
 def bundles(work: Path, before: list[Any], after: list[Any]) -> dict[str, Path]:
@@ -66,8 +76,9 @@ def test_builds_alternate_and_figures_are_ratios_of_neighbours(
     ]  # fmt: skip
     told = records[-1]
     assert told["samples"] == {"race.pause_s": [2.0, 2.0], "race.mixed.launch": [2.0, 2.0]}
-    assert told["baseline"]["race.pause_s"] == {"before": pytest.approx(0.25 / 1.125, 1e-5), "after": pytest.approx(0.5 / 2.25, 1e-5)}
-    assert told["summary"]["race.pause_s"]["differs"] and told["summary"]["race.pause_s"]["pairs_apart"] == 0
+    pause = told["summary"]["race.pause_s"]
+    assert pause["same_build_apart"] == {"before": pytest.approx(0.25 / 1.125), "after": pytest.approx(0.5 / 2.25)}
+    assert pause["differs"] and pause["pairs_apart"] == 0
     assert told["parameters"]["commits"] == {"before": "abcbefore", "after": "abcafter"} and told["status"] == "passed"
     said = capfd.readouterr().out
     assert "race:kept+swap: race.pause_s" in said and "YES" in said
@@ -113,7 +124,7 @@ def test_two_pairs_and_one_run_alone_are_compared() -> None:
     assert pairs.compared([run("before", 0.0), run("after", 1.0)]) == {}
 
 
-def test_large_records_fit_and_keep_their_figures(work: Path) -> None:
+def test_large_records_fit_and_keep_their_figures(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def record(number: int) -> dict[str, Any]:
         series = {f"s{index}": [index + place / 7 for place in range(4000)] for index in range(3)}
         return {"name": f"r{number}", "phases": {"much": ["x" * 900] * 100}, "samples": {**series, "short": [1.0]}, "summary": {"a": 1}}
@@ -124,13 +135,20 @@ def test_large_records_fit_and_keep_their_figures(work: Path) -> None:
     assert len(text) <= compact.WHOLE_BYTES_MAX + 1
     for found in json.loads(text):
         assert found["samples"]["short"] == [1.0] and found["summary"] == {"a": 1} and all(found["samples"].values())
-    with pytest.raises(common.JobError, match="are allowed"):
-        pairs.fitted([{"name": "x" * 1000, "samples": {}}], most=100)
+    named = [{"name": "x" * 1000, "samples": {}}]
+    assert pairs.fitted(named, most=100) == named and "more than 100" in capfd.readouterr().out
 
 
 def test_small_records_stay_whole(work: Path) -> None:
     whole = [{"name": "r", "phases": {"a": 0.1234567890123}, "samples": {"s": [0.1234567890123]}}]
     assert pairs.fitted(whole) == whole
+
+
+def test_figures_are_medians_ratios_and_times_of_phases() -> None:
+    took = {"elapsed_us": {"median": 5, "p99": 9}, "driver_calls": {"median": 7}}
+    told = {"name": "a", "summary": {"x_s": {"median": 1.0, "p99": 2.0}, "flag": True, "most": 3}, "phases": {"pause": {"cut": took}}}
+    assert pairs.figures([told]) == {"a.x_s": 1.0, "a.most": 3.0, "a.phases.pause.cut.elapsed_us": 5.0}
+    assert pairs.figures([{"name": "b", "summary": None}]) == {}
 
 
 def test_words_name_suites_cases_and_rows() -> None:
@@ -143,6 +161,28 @@ def test_words_name_suites_cases_and_rows() -> None:
     assert all(f'Row("{name}",' in cases for name in pairs.CASES)
     text = (Path(pairs.__file__).parent / "run.sh").read_text()
     assert all(f"run_{suite}()" in text and f"${{{rows}:-" in text for suite, rows in pairs.ROWS_OF.items())
+
+
+@pytest.mark.parametrize("line", CALLS)
+def test_call_of_the_pages_names_suites_that_are_there_and_ends_within_ten_minutes(work: Path, line: tuple[str, int, int]) -> None:
+    command, expected_s, gpus = line
+    if "pairs.py" in command:
+        words = command.split("--suites ")[1].split()[0].split(",")
+        text = (common.ROOT / "gpu-lane" / "run.sh").read_text()
+        assert all(f"run_{pairs.environment(word)[0]}()" in text for word in words)
+        assert f"--gpus {gpus}" in command and expected_s < 600
+        return
+    idle = work / "idle"
+    idle.write_text("#!/bin/sh\n")
+    idle.chmod(0o755)
+    given = command.replace("run.sh", str(common.ROOT / "gpu-lane" / "run.sh"))
+    env = {**common.child_env(), "PYTHON": str(idle), "OUT": str(work / "out")}
+    done = subprocess.run(["bash", "-c", given], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    limits = [int(limit) for limit in re.findall(r"^== .*\(at most (\d+) s\)$", done.stdout, re.MULTILINE)]
+    assert limits and expected_s < sum(limits) <= 600 and f"GPUS={gpus}" in command
+    # Without cuMem they are results of their own.
+    assert ("NCCL_CUMEM_ENABLE=0" in command) == ("_cumem0" in done.stdout)
 
 
 def test_folder_without_run_sh_is_no_bundle(work: Path) -> None:
