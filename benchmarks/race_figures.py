@@ -71,6 +71,10 @@ FIGURES = (
            size="nccl20", baseline="Sublet, 20 communicators"),
     Figure("times", "nccl20_suspend", "NCCL", "20, ncclCommSuspend and Resume", "NCCL's own exchange of handles",
            ways=("suspend_s", "resume_s"), size="nccl20", baseline="Sublet, 20 communicators"),
+    Figure("times", "legacy2", SUBLET, "2, NCCL_CUMEM_ENABLE=0", "the driver's calls, which all ranks share, and the link",
+           baseline="Sublet, 2 communicators"),
+    Figure("times", "legacy20", SUBLET, "20, NCCL_CUMEM_ENABLE=0", "the driver's calls, which all ranks share, and the link",
+           baseline="Sublet, 20 communicators"),
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ name, and one that fails leaves the others their turn:
 - every: `--every-gib` GiB on each GPU together, against as many pinned copies together;
 - nccl: ranks with 2 communicators and then with 20, and nothing else; destroyed and rebuilt, by `ncclCommSuspend` where the
   NCCL at hand has it, and paused from outside;
+- legacy: the same communicators under `NCCL_CUMEM_ENABLE=0`, paused from outside;
 - saver: `race_saver.py`'s ways by tag, 20 GB kept and rewritten before each pause, 40 GB discarded;
 - checkpoint: the driver's checkpoint API on a process that holds as much as `kept`'s.
 
@@ -314,7 +315,7 @@ class Race(Suite):
         print()
         runner.table(race_figures.rows(self.data))
         print()
-        for name in ("nccl2", "nccl20"):
+        for name in ("nccl2", "nccl20", "legacy2", "legacy20"):
             held = [self.samples(f"{name}_{what}") for what in ("host_mib", "own_count", "imported_count")]
             if all(held):
                 parts = [f"{max(each):,.0f} {what}" for each, what in zip(held, ("MiB of host memory", "own blocks", "imported"), strict=True)]
@@ -335,6 +336,7 @@ CASES = (
     Row("nccl", race_nccl.run, needs=("torch",), gpus_min=2, least_s=60, limit_s=180),
     Row("saver", Race.case_saver, needs=("torch",), least_s=75, limit_s=150),
     Row("checkpoint", Race.case_checkpoint, least_s=35, limit_s=120),
+    Row("legacy", race_nccl.run_legacy, needs=("torch",), gpus_min=2, least_s=45, limit_s=180),
 )
 
 

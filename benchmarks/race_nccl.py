@@ -3,6 +3,9 @@
 The same ranks have 2 communicators first and many then. Without Sublet they destroy and rebuild them, and suspend and
 resume them by NCCL itself where it can; under Sublet they are paused and resumed from outside, wholly and then NCCL's memory
 alone.
+
+`legacy` is the same memory where NCCL makes it with cudaMalloc and shares it by the older IPC handles (`NCCL_CUMEM_ENABLE=0`), as
+some servers set it: paused and resumed from outside, next to the figures of `nccl` in the same run.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ WORDS = (1024, 1 << 18)
 REPEATS = {2: 2}
 
 
-def kinds(many: int) -> tuple[tuple[str, int, int], ...]:
+#: What has NCCL make its memory with cudaMalloc.
+LEGACY = {"NCCL_CUMEM_ENABLE": "0"}
+
+
+def kinds(many: int, prefix: str = "nccl") -> tuple[tuple[str, int, int], ...]:
     """Name, communicators, and how many of them do all-to-all."""
-    return (("nccl2", 2, 1), ("nccl20", many, many))
+    return ((f"{prefix}2", 2, 1), (f"{prefix}20", many, many))
 
 
 def run(race: Race) -> None:
@@ -35,9 +42,14 @@ def run(race: Race) -> None:
     tenant(race)
 
 
-def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
+def run_legacy(race: Race) -> None:
+    """Communicators alone, whose memory is no cuMem."""
+    tenant(race, "legacy", LEGACY)
+
+
+def start(race: Race, label: str, tenant: str | None, env: dict[str, str] | None = None) -> NcclRanks:
     """Ranks with a context, and nothing else."""
-    how = {"life_s": race.args.deadline, "start_s": race.within(120)}
+    how = {"env": env, "life_s": race.args.deadline, "start_s": race.within(120)}
     ranks = NcclRanks(race.result, race.work, label, race.gpus, tenant, **how)
     race.started.append(ranks)
     return ranks
@@ -45,7 +57,7 @@ def start(race: Race, label: str, tenant: str | None) -> NcclRanks:
 
 def connect(race: Race, ranks: NcclRanks, name: str, communicators: int, all_to_all: int) -> None:
     """The first communicators, or further ones, and everything that their first collectives make."""
-    if name == "nccl2":
+    if communicators == 2:
         ranks.call("connect", race.within(60))
         ranks.call("messages", race.within(60), words=list(WORDS))
     ranks.call("more", race.within(60), communicators=communicators, all_to_all_groups=all_to_all)
@@ -89,15 +101,15 @@ def suspended(race: Race, ranks: NcclRanks, name: str, repeats: int) -> list[str
     return wrong
 
 
-def tenant(race: Race) -> None:
+def tenant(race: Race, prefix: str = "nccl", env: dict[str, str] | None = None) -> None:
     """Pauses and resumes from outside."""
     result = race.result
-    ranks = start(race, "nccl", f"race-nccl-{os.getpid()}")
+    ranks = start(race, prefix, f"race-{prefix}-{os.getpid()}", env)
     wrong: list[str] = []
-    for name, communicators, all_to_all in kinds(race.args.many):
+    for name, communicators, all_to_all in kinds(race.args.many, prefix):
         connect(race, ranks, name, communicators, all_to_all)
         note_memory(race, ranks, name)
-        cycles = race.args.nccl_cycles if name == "nccl2" else max(2, race.args.nccl_cycles // 2)
+        cycles = race.args.nccl_cycles if communicators == 2 else max(2, race.args.nccl_cycles // 2)
         for cycle in range(cycles + 1):
             told = [race.command(action, str(ranks.tenant)) for action in ("pause", "resume")]
             # The first pause makes host memory.
@@ -107,9 +119,9 @@ def tenant(race: Race) -> None:
             wrong += ranks.step(race.within(60))["wrong"]
             common.log(f"{series}: pause {told[0]['wall_s']:.3f} resume {told[1]['wall_s']:.3f} s, wrong {len(wrong)}")
         note_host_memory(race, ranks, name)
-        wrong += alone(race, ranks, name, cycles // 2)
+        wrong += [] if env else alone(race, ranks, name, cycles // 2)
         result.save()
-    result.check("nccl: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
+    result.check(f"{prefix}: collectives bit-identical after every resume", not wrong, str(wrong[:6]))
     ranks.kill()  # to leave in order takes as long as destroying the communicators
 
 

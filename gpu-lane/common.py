@@ -106,6 +106,33 @@ def stop_children() -> None:
         stop_child(child, grace_s=1.0)
 
 
+def session_of(pid: int) -> int:
+    """The session of a process; 0 of one that is gone, or that has ended and is a mere entry."""
+    try:
+        state, _parent, _group, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        return 0 if state == "Z" else int(session)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session, also those that are groups of their own."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and session_of(int(path.name)) == session]
+
+
+def end_session(session: int, patience_s: float = 6.0) -> int:
+    """Ends all processes of a session, politely first; how many there were."""
+    found = members(session)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        for pid in members(session):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signum)
+        end = time.monotonic() + patience_s
+        while members(session) and time.monotonic() < end:
+            time.sleep(0.1)
+    return len(found)
+
+
 def at_deadline(action: Callable[[str], None]) -> None:
     """Has `action(reason)` run before the process is ended by its deadline."""
     _on_deadline.append(action)

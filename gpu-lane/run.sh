@@ -16,7 +16,8 @@
 # its processes hold each. TORCH_BACKENDS are the backends of process groups that torch_newest trains with (default: nccl),
 # each with ANYTIME_PAUSES pauses and DEEP_PAUSES deep ones. RL_GPUS, RL_MODES, RL_SHAPE, RL_HANDOVER, RL_KV_GIB,
 # RL_STEPS, RL_TOKENS, RL_GENERATIONS, RL_MICRO_BATCH and RL_REST_EVERY are those of rl/run.py, whose page is
-# $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must run out of device memory.
+# $OUT/rl_grpo.html; RL_TOO_LARGE are the modes that must run out of device memory. With NCCL_CUMEM_ENABLE set, nccl, rebuild and the
+# anytime suites have files of results of their own; ANYTIME_LIMIT_S is the time that these may take.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # In the source tree it lies in gpu-lane.
@@ -47,6 +48,8 @@ esac
 if [ ! -f "$HERE/gpu-lane/common.py" ]; then echo "run.sh: $HERE/gpu-lane/common.py is missing" >&2; exit 2; fi
 export PYTHONPATH=$HERE/gpu-lane:$HERE/gpu-tests:$HERE/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 
+# What tells records of NCCL without cuMem from others.
+CUMEM=${NCCL_CUMEM_ENABLE:+_cumem$NCCL_CUMEM_ENABLE}
 worst=0
 kernel_lines() { timeout 5 dmesg 2>/dev/null | wc -l; }
 DMESG_BEFORE=$(kernel_lines)
@@ -66,8 +69,8 @@ suite() {
 run_smoke() { GPUS=1 suite smoke 175 selfcheck.py; }
 run_conformance() { suite conformance 120 conformance.py -- ${CONFORMANCE_ARGS:-}; }
 run_nccl() {
-    suite nccl 290 nccl_job.py --nccl-only --control outside,inside,inside-one --cycles "$CYCLES" --rebuild-cycles 4
-    suite nccl_tensors 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
+    suite "nccl$CUMEM" 290 nccl_job.py --nccl-only --control outside,inside,inside-one --cycles "$CYCLES" --rebuild-cycles 4
+    suite "nccl_tensors$CUMEM" 290 nccl_job.py --tensors-gib 8 --discard-half --control outside,inside --cycles "$CYCLES" \
         --rebuild-cycles 1 --warm-host
 }
 run_legacy_ipc() { NCCL_CUMEM_ENABLE=0 suite legacy_ipc 120 nccl_job.py --nccl-only --control outside --cycles 2; }
@@ -80,15 +83,15 @@ run_zeroed() { GPUS=1 suite zeroed 290 zeroed_job.py --look-gib "${LOOK_GIB:-32}
 run_rates() { suite rates 200 rates_job.py; }
 # anytime PROGRAM PAUSES LIMIT_S
 anytime() {
-    suite "anytime_$1" "$3" anytime_job.py --program "$1" --pauses "${ANYTIME_PAUSES:-$2}" --seed "${ANYTIME_SEED:-1}"
+    suite "anytime_$1$CUMEM" "${ANYTIME_LIMIT_S:-$3}" anytime_job.py --program "$1" --pauses "${ANYTIME_PAUSES:-$2}" --seed "${ANYTIME_SEED:-1}"
 }
 run_anytime_ddp() { anytime ddp 200 265; }
-# Deep pauses of live communicators. With NCCL_P2P_DISABLE=1 all that ranks exchange goes through NCCL's host memory, with
+# Deep pauses of live communicators, ANYTIME_ACTIVE_MS of work for each. With NCCL_P2P_DISABLE=1 all that ranks exchange goes through NCCL's host memory, with
 # NCCL_CUMEM_HOST_ENABLE=0 it has none of cuMemCreate. Each has a file of results of its own.
 run_anytime_deep() {
-    local file=anytime_deep${NCCL_P2P_DISABLE:+_p2p_disable$NCCL_P2P_DISABLE}
-    suite "$file${NCCL_CUMEM_HOST_ENABLE:+_cumem_host$NCCL_CUMEM_HOST_ENABLE}" 190 anytime_job.py --program ddp --deep --pauses "${ANYTIME_PAUSES:-40}" \
-        --active-ms 300 --pause-timeout 10 --seed "${ANYTIME_SEED:-1}"
+    local file=anytime_deep$CUMEM${NCCL_P2P_DISABLE:+_p2p_disable$NCCL_P2P_DISABLE}
+    suite "$file${NCCL_CUMEM_HOST_ENABLE:+_cumem_host$NCCL_CUMEM_HOST_ENABLE}" "${ANYTIME_LIMIT_S:-190}" anytime_job.py --program ddp --deep \
+        --pauses "${ANYTIME_PAUSES:-40}" --active-ms "${ANYTIME_ACTIVE_MS:-300}" --pause-timeout 10 --seed "${ANYTIME_SEED:-1}"
 }
 run_anytime_tpdp() { anytime tpdp 100 190; }
 run_anytime_pipeline() { anytime pipeline 100 190; }
@@ -144,7 +147,7 @@ run_graphs() {
     done
 }
 # Inference and training engines that are installed: ENGINES_ROWS as STRANGERS_ROWS, ENGINES_SIZE of the model, ENGINES_PAUSES, ENGINES_DEEP, ENGINES_SWAPS and
-# others that the rows read; ENGINES_GRPO_MODES those of grpo_trl, grpo_two and verl.
+# others that the rows read; ENGINES_GRPO_MODES those of grpo_trl, grpo_two, verl and fsdp4.
 run_engines() {
     suite engines "${ENGINES_LIMIT_S:-595}" engines_job.py --seed "${ANYTIME_SEED:-1}" --rows "${ENGINES_ROWS:-}" \
         --size "${ENGINES_SIZE:-1.7b}" --grpo-modes "${ENGINES_GRPO_MODES:-}" \

@@ -192,7 +192,7 @@ class Job(TrainingJob):
 
     def paused_run(self, number: int) -> None:
         """One run of the job under Sublet, paused until it nears its end or there were enough pauses."""
-        tenant = f"anytime-{self.args.program}-{os.getpid()}-{number}"
+        tenant, before = f"anytime-{self.args.program}-{os.getpid()}-{number}", self.counts["succeeded"]
         run = self.start(f"hooked{number}", tenant, "--steps", str(self.steps))
         run.wait_steps(self.warm_steps, min(self.left_s(), self.patience_s + 30))
         # The last quarter second is left alone: then the job is about to end.
@@ -210,6 +210,7 @@ class Job(TrainingJob):
             if self.counts["succeeded"] % 50 == 1:
                 common.log(f"{self.counts}, step {run.steps} of {self.steps}")
                 self.result.save()
+        self.result.sample("pauses_of_one_run", self.counts["succeeded"] - before)
         code = run.wait_end(max(5.0, min(self.left_s(), rest_s * 3 + 30)))
         self.result.check(f"run {number}: the job ended well", code == 0, f"exit {code} {run.tail(600) if code else ''}")
         same, detail = first_difference(self.expected, run.losses())

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import common
+
 #: Our name, and verl's.
 FIGURES = {
     "reward": "critic/score/mean",
@@ -49,6 +51,12 @@ def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
             if pair[0] != pair[1]:
                 return f"{what} of step {step + 1}: {pair[1]} for {pair[0]}"
     return ""
+
+
+def lost_share(one: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """How much longer a step of the other training takes, as a share of one of the first; the first step does not count."""
+    first, second = (common.summarise([value for value in given["step_s"][1:] if value])["median"] for given in (one, other))
+    return second / first - 1 if first and second else None
 
 
 def spread(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -7,12 +7,15 @@ installed or the machine has too few GPUs; that is no failure. Engines are as pu
   log-probability of one request at a time, against a run without Sublet. offline_uncached, offline_lora, offline_ngram:
   without prefix cache, with an adapter, with ngram decoding.
 - serve_streams: 8 streams of `vllm serve`; how much longer than a pause a client waits.
-- sleep: vLLM's own sleep against the drop-in. tp2: two GPUs, 5 deep.
+- sleep: vLLM's own sleep against the drop-in. tp2, tensor4: two and four GPUs by tensor parallel, 5 deep. experts4: a mixture
+  of experts on four GPUs by expert parallel, 5 deep.
 - two_servers: servers that do not fit together, caches filled, change places by swap, switch, vLLM's sleep, a restart.
+- servers4: two such servers of four GPUs each change places on the same four, by swap.
 - two_auto: two servers of 0.8 of a GPU, started at the same time with `SUBLET_TURNS=auto`, answer by turns.
 - sglang: its release of memory through the alias, and whole pauses.
 - grpo_trl: TRL's GRPO with vLLM in its process; grpo_two: the same as one job of two processes.
-- verl: verl's GRPO, a trainer by FSDP and vLLM on the same GPUs, by Ray.
+- verl: verl's GRPO, a trainer by FSDP and vLLM on the same GPUs, by Ray. fsdp4: the same with FSDP2 on four GPUs, and engines of two GPUs
+  each.
 - zero3, megatron: training on two ranks.
 
 Bound: a pause copies what changed since the last, at 50 GB/s: 0.2 s for a server whose cache is small, 2.4 s for a full one
@@ -41,6 +44,7 @@ from engines_tools import PROGRAMS, Context
 from suite import RecordedSuite, Row, main, options
 
 VLLM = ("torch", "transformers", "vllm")
+VERL = (*VLLM, "verl", "ray", "transfer_queue", "pyarrow")
 ROWS = (
     Row("offline_fork", engines_offline.offline_fork, VLLM, limit_s=330),
     Row("offline_spawn", engines_offline.offline_spawn, VLLM, limit_s=330),
@@ -52,10 +56,14 @@ ROWS = (
     Row("two_servers", engines_serve.two_servers, VLLM, limit_s=560),
     Row("two_auto", engines_serve.two_auto, VLLM, limit_s=300),
     Row("tp2", engines_offline.tp2, VLLM, gpus_min=2, limit_s=360),
+    Row("tensor4", engines_offline.tensor4, VLLM, gpus_min=4, limit_s=420),
+    Row("experts4", engines_offline.experts4, VLLM, gpus_min=4, limit_s=420),
+    Row("servers4", engines_serve.servers4, VLLM, gpus_min=4, limit_s=560),
     Row("sglang", engines_serve.sglang, ("torch", "transformers", "sglang", "sgl_kernel"), limit_s=400),
     Row("grpo_trl", engines_train.grpo_trl, (*VLLM, "trl", "datasets", "accelerate"), limit_s=570),
     Row("grpo_two", engines_train.grpo_two, (*VLLM, "trl", "datasets", "accelerate"), gpus_min=2, limit_s=570),
-    Row("verl", engines_verl.verl, (*VLLM, "verl", "ray", "transfer_queue", "pyarrow"), limit_s=570),
+    Row("verl", engines_verl.verl, VERL, limit_s=570),
+    Row("fsdp4", engines_verl.fsdp4, VERL, gpus_min=4, limit_s=570),
     Row("zero3", engines_train.zero3, ("torch", "deepspeed"), gpus_min=2, limit_s=240),
     Row("megatron", engines_train.megatron, ("torch", "megatron.core"), gpus_min=2, limit_s=240),
 )
@@ -63,7 +71,7 @@ ROWS = (
 parse = options(
     __doc__, 560, rows=("", "only rows with one of these words in their names, by comma"), seed=(1, "of the instants"),
     size=("1.7b", "of the model, as engine_model.py names it"),
-    grpo_modes=("", "only these modes of grpo_trl, grpo_two and verl, by comma"), sglang_attention=("triton", "SGLang's attention"),
+    grpo_modes=("", "only these modes of grpo_trl, grpo_two, verl and fsdp4, by comma"), sglang_attention=("triton", "SGLang's attention"),
 )
 
 
@@ -127,12 +135,12 @@ class Engines(RecordedSuite):
         """The folder with Sublet's Python package, which processes under Sublet import from first."""
         return runner.package(self.work, "sublet")
 
-    def model(self, seed: int) -> Path:
-        """The folder of the model with these random weights, made at its first use."""
-        folder = self.work / f"model{seed}"
+    def model(self, seed: int, size: str = "") -> Path:
+        """The folder of the model with these random weights, made at its first use: that of the job's size, or another."""
+        folder = self.work / f"model{seed}{size}"
         if not folder.exists():
-            command = [sys.executable, str(PROGRAMS / "engine_model.py"), str(folder), "--size", self.args.size]
-            command += ["--seed", str(seed), "--lora", str(self.work / "adapter")]
+            command = [sys.executable, str(PROGRAMS / "engine_model.py"), str(folder), "--size", size or self.args.size]
+            command += ["--seed", str(seed), *([] if size else ["--lora", str(self.work / "adapter")])]
             env = common.child_env(engines_tools.QUIET)
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode != 0:

@@ -11,13 +11,15 @@ from engines_tools import PROGRAMS, Context, answers_differ, setting, short
 
 #: Seconds of a start that is cold: weights, torch.compile and graphs. On H200 they took 44 to 50.
 START_S = 200.0
+#: The size of the model that has experts, as engine_model.py names it.
+EXPERTS = "moe"
 #: So long a request is in flight for most of a pause's gap: 1.3 s alone on H200.
 TOKENS = 600
 
 
-def script(ctx: Context, answers: Path, *more: str) -> list[str]:
-    """The program and its options."""
-    given = ["--model", str(ctx.job.model(1)), "--tokens", str(int(setting("TOKENS", TOKENS))), "--answers", str(answers)]
+def script(ctx: Context, answers: Path, *more: str, size: str = "") -> list[str]:
+    """The program and its options, with a model of the job's size or another."""
+    given = ["--model", str(ctx.job.model(1, size)), "--tokens", str(int(setting("TOKENS", TOKENS))), "--answers", str(answers)]
     return [str(PROGRAMS / "engine_offline.py"), *given, "--life-s", f"{ctx.left_s():.0f}", *more]
 
 
@@ -26,13 +28,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
 
 
+def variant_script(ctx: Context, answers: Path, variant: str, gpus: list[int], *more: str) -> list[str]:
+    """The program with a variant of the engine on these GPUs."""
+    given = ["--variant", variant, "--tp", str(len(gpus)), *(["--adapter", str(ctx.job.adapter())] if variant == "lora" else [])]
+    return script(ctx, answers, *given, *more, size=EXPERTS if variant == "experts" else "")
+
+
 def reference(ctx: Context, variant: str, gpus: list[int]) -> list[dict[str, Any]]:
     """The answers without Sublet, made once for each variant; none where the engine alone does not answer the same twice."""
     key = (variant, len(gpus))
     if key not in ctx.job.references:
         answers = ctx.job.work / f"alone-{variant}-{len(gpus)}.json"
-        more = ["--variant", variant, "--tp", str(len(gpus)), "--adapter", str(ctx.job.adapter())]
-        child = ctx.start("alone", script(ctx, answers, *more), None, ctx.env(gpus))
+        child = ctx.start("alone", variant_script(ctx, answers, variant, gpus), None, ctx.env(gpus))
         facts = child.finish(ctx.record, ctx.left_s(START_S + 60))
         if not answers.exists():
             raise JobError(f"vLLM without Sublet gave no answer: {child.why()}")
@@ -44,9 +51,9 @@ def paused(ctx: Context, variant: str, gpus: list[int], method: str, pauses: int
     """Generates under Sublet while pauses come, and compares every answer with the run without Sublet."""
     expected = reference(ctx, variant, gpus)
     answers, stop, tenant = ctx.work / "answers.json", ctx.work / "stop", ctx.tenant()
-    more = ["--variant", variant, "--tp", str(len(gpus)), "--adapter", str(ctx.job.adapter()), "--stop", str(stop)]
+    given = variant_script(ctx, answers, variant, gpus, "--stop", str(stop))
     env = ctx.env(gpus, {"VLLM_WORKER_MULTIPROC_METHOD": method} if method else {})
-    child = ctx.start("sublet", script(ctx, answers, *more), tenant, env)
+    child = ctx.start("sublet", given, tenant, env)
     child.wait_fact("ready", ctx.left_s(START_S))
     got = read(answers) if expected else []
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):
@@ -87,9 +94,24 @@ def variant_row(variant: str) -> Any:
     return run
 
 
+def parallel(ctx: Context, variant: str, gpus: int) -> None:
+    """One engine on so many GPUs."""
+    paused(ctx, variant, list(range(gpus)), "", int(setting("PAUSES", 50)), int(setting("TP_DEEP", 5)))
+
+
 def tp2(ctx: Context) -> None:
     """Tensor parallel on two GPUs, with custom all-reduce and NCCL."""
-    paused(ctx, "plain", [0, 1], "", int(setting("PAUSES", 50)), int(setting("TP_DEEP", 5)))
+    parallel(ctx, "plain", 2)
+
+
+def tensor4(ctx: Context) -> None:
+    """Tensor parallel on four GPUs, with custom all-reduce, NCCL and graphs."""
+    parallel(ctx, "plain", 4)
+
+
+def experts4(ctx: Context) -> None:
+    """A mixture of experts on four GPUs, each with a part of the experts."""
+    parallel(ctx, "experts", 4)
 
 
 def sleep(ctx: Context) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,13 @@ PROMPT, LONGEST = 4000, 4096
 
 
 def serve(ctx: Context, label: str, model: str, share: float, tenant: str | None, **more: Any) -> tuple[Any, int]:
-    """Starts `vllm serve` on the first GPU; the process and its port."""
-    port = runner.free_port()
+    """Starts `vllm serve` on the first GPU, or by tensor parallel on `gpus`; the process and its port."""
+    port, gpus = runner.free_port(), more.get("gpus", [0])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", "model", "--gpu-memory-utilization", str(share)]
     command += ["--max-model-len", str(LONGEST), "--max-num-seqs", "64", *more.get("options", [])]
-    process = ctx.start(label, command, tenant, ctx.env([0], more.get("env")), script=False)
+    command += ["--tensor-parallel-size", str(len(gpus))] if len(gpus) > 1 else []
+    process = ctx.start(label, command, tenant, ctx.env(gpus, more.get("env")), script=False)
     ctx.record.sample(f"{label}_start_s", wait_healthy(process, port, ctx.left_s(START_S)))
     return process, port
 
@@ -127,7 +128,7 @@ def fill(ctx: Context, port: int, seed: int) -> float:
     room = cache_tokens(ask(port, "/metrics")[1])
     if not room:
         raise JobError("the server does not say how much its cache holds")
-    count = max(1, int(room * FILLED / PROMPT))
+    count = max(1, int(room * setting("FILLED", FILLED) / PROMPT))
     numbers, lock, wrong = iter(range(count)), threading.Lock(), []
 
     def work() -> None:
@@ -154,10 +155,10 @@ def fill(ctx: Context, port: int, seed: int) -> float:
 
 
 class Servers:
-    """Two servers of one GPU, of which one is there."""
+    """Two servers of the same GPUs, of which one is there."""
 
-    def __init__(self, ctx: Context) -> None:
-        self.ctx, self.number = ctx, 10_000_000
+    def __init__(self, ctx: Context, gpus: int = 1) -> None:
+        self.ctx, self.gpus = ctx, list(range(gpus))
         self.tenants = [ctx.tenant("a"), ctx.tenant("b")]
         self.ports = [0, 0]
         self.processes: list[Any] = [None, None]
@@ -167,12 +168,12 @@ class Servers:
     def start(self, which: int, tenant: str | None = None) -> None:
         """Starts one with the ways to put it to sleep."""
         options, env = {"options": ["--enable-sleep-mode"]}, {"VLLM_SERVER_DEV_MODE": "1"}
-        self.begin(which, tenant or self.tenants[which], LARGE_SHARE, env=env, **options)
+        self.begin(which, tenant or self.tenants[which], setting("LARGE_SHARE", LARGE_SHARE), env=env, **options)
 
     def begin(self, which: int, tenant: str, share: float, **more: Any) -> None:
         """Starts one, and waits until it answers."""
         model, label = str(self.ctx.job.model(which + 1)), f"server_{'ab'[which]}"
-        self.processes[which], self.ports[which] = serve(self.ctx, label, model, share, tenant, **more)
+        self.processes[which], self.ports[which] = serve(self.ctx, label, model, share, tenant, gpus=self.gpus, **more)
 
     def begin_both(self) -> None:
         """Starts both at the same time, in tenants that take turns."""
@@ -218,10 +219,15 @@ class Servers:
         return wrong
 
 
-def two_servers(ctx: Context) -> None:
-    """Two servers that do not fit together, caches filled, change places by `swap`, by `switch`, by vLLM's sleep, by restart."""
-    # Even, so that b is there after them.
-    count, pair = 2 * int(setting("SWAPS", 20) / 2), Servers(ctx)
+def need(told: dict[str, Any]) -> None:
+    """JobError where the command failed."""
+    if told["exit"] != 0:
+        raise JobError(f"sublet {' '.join(told['args'])} failed: {told.get('json') or told.get('stderr')}"[:600])
+
+
+def swapped(ctx: Context, gpus: int, count: int) -> Servers:
+    """Two servers that do not fit together on the same GPUs, caches filled, change places `count` times by `swap`; b is there then."""
+    pair = Servers(ctx, gpus)
     for which in (0, 1):
         pair.start(which)
         pair.texts[which].add(pair.first_token(which, "first_first_token_s"))
@@ -229,23 +235,37 @@ def two_servers(ctx: Context) -> None:
         ctx.record.sample("filled_share", share)
         for _ in range(5):
             pair.texts[which].add(pair.first_token(which, "warm_first_token_s"))
-        ctx.record.sample("used_mib", ctx.used([0]))
+        ctx.record.sample("used_mib", ctx.used(pair.gpus))
         if which == 0 and ctx.command("pause", pair.tenants[0])["exit"] != 0:
             raise JobError("the first server was not paused")
-
-    def need(told: dict[str, Any]) -> None:
-        if told["exit"] != 0:
-            raise JobError(f"sublet {' '.join(told['args'])} failed: {told.get('json') or told.get('stderr')}"[:600])
-
     # b is there: each first change is to a.
     pair.times("swap", count, lambda to: need(ctx.command("swap", pair.tenants[1 - to], pair.tenants[to])))
+    return pair
+
+
+def say_changes(ctx: Context, ways: Sequence[str]) -> None:
+    """The seconds of each way to change places, and of the first tokens after it."""
+    samples = ctx.record.data["samples"]
+    for what in ways:
+        seconds, first = samples.get(f"{what}_s", []), samples.get(f"{what}_first_token_s", [])
+        ctx.job.say(ctx, f"{what} {short(seconds)}, then first token {short(first)}")
+
+
+def two_servers(ctx: Context) -> None:
+    """Two servers that do not fit together, caches filled, change places by `swap`, by `switch`, by vLLM's sleep, by restart."""
+    # Even, so that b is there after them.
+    count = 2 * int(setting("SWAPS", 20) / 2)
+    pair = swapped(ctx, 1, count)
     pair.times("switch", count, lambda to: need(ctx.command("switch", pair.tenants[to])))
     asleep_rows(ctx, pair, count)
     restart(ctx, pair)
-    samples = ctx.record.data["samples"]
-    for what in ("swap", "switch", "sleep_wake", "restart"):
-        seconds, first = samples.get(f"{what}_s", []), samples.get(f"{what}_first_token_s", [])
-        ctx.job.say(ctx, f"{what} {short(seconds)}, then first token {short(first)}")
+    say_changes(ctx, ("swap", "switch", "sleep_wake", "restart"))
+
+
+def servers4(ctx: Context) -> None:
+    """Two servers by tensor parallel on the same four GPUs change places by `swap`. How long until the first token?"""
+    swapped(ctx, 4, 2 * int(setting("SWAPS", 10) / 2))
+    say_changes(ctx, ("swap",))
 
 
 def two_auto(ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""The row `verl`: verl's GRPO with an FSDP actor and vLLM on the same GPUs, whole-tenant pauses at random instants.
+"""The rows `verl` and `fsdp4`: verl's GRPO with an FSDP actor and vLLM on the same GPUs, whole-tenant pauses at random instants.
 
 The program is `python -m verl.trainer.main_ppo` as published. Ray starts everything: on each GPU one process trains and another
 generates, and weights pass between them by CUDA IPC at each step. All of it is one tenant. Modes as in `engines_train`: twice
@@ -7,6 +7,8 @@ gradients, a paused run must have them too; else its rewards must be as near as 
 
 Bound: the start of a trainer and of two engines is most of a mode: 160 to 250 s, mostly imports. A step is 32 answers of 256
 tokens, some 9 s. So one mode is 300 s; give each a run of its own, with BEFORE.
+`fsdp4` has FSDP2 on four GPUs, and engines of ENGINES_VERL_TP GPUs each: 2, so two engines, or 4. What a step of an unpaused mode is
+longer than one of `alone`, in which verl's engine sleeps by itself, is a share of `alone`.
 Pauses begin when the first step is done.
 `ENGINES_VERL_...`: STEPS, PAUSES, DEEP, PROMPTS, ANSWERS (to each prompt), TOKENS, SHARE (of the GPU for vLLM), EAGER, INVARIANT
 (kernels of vLLM whose bits do not depend on the batch), OFFLOAD (verl's own, of the trainer to the host), BEFORE (the record of an
@@ -19,17 +21,17 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
 from common import JobError
-from engines_figures import FIGURES, first_difference, read_steps, spread
+from engines_figures import FIGURES, first_difference, lost_share, read_steps, spread
 from engines_tools import PROGRAMS, Context, setting, short
 
 STEPS, PAUSES, DEEP = 8, 10, 2
@@ -43,8 +45,21 @@ MODES: tuple[Mode, ...] = (
     ("alone_again", "", False, False),
     ("own", "", True, False),
     ("own_paused", "", True, True),
+    ("dropin", "verl,vllm", True, False),
     ("dropin_paused", "verl,vllm", True, True),
 )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trainer and its engines lie on GPUs."""
+
+    gpus: int
+    #: GPUs of each engine.
+    tensor: int = 1
+    strategy: str = "fsdp"
+
+
 #: What runs where no mode is named.
 USUAL = ("alone", "alone_again", "own_paused")
 
@@ -54,7 +69,7 @@ def number(name: str, usual: float) -> int:
     return int(setting(f"VERL_{name}", usual))
 
 
-def settings(model: Path, data: Path, ray: Path, gpus: int) -> dict[str, Any]:
+def settings(model: Path, data: Path, ray: Path, layout: Layout) -> dict[str, Any]:
     """verl's settings. A name with `+` is one that its files do not have."""
     prompts, micro = number("PROMPTS", PROMPTS), 4
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -71,7 +86,8 @@ def settings(model: Path, data: Path, ray: Path, gpus: int) -> dict[str, Any]:
         # Deterministic, and there without a package of kernels.
         "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
         "actor_rollout_ref.model.use_remove_padding": False,
-        f"{actor}.strategy": "fsdp",
+        f"{actor}.strategy": layout.strategy,
+        f"{actor}.fsdp_config.strategy": layout.strategy,
         f"{actor}.optim.lr": 1e-5,
         f"{actor}.ppo_mini_batch_size": prompts,
         f"{actor}.ppo_micro_batch_size_per_gpu": micro,
@@ -82,7 +98,7 @@ def settings(model: Path, data: Path, ray: Path, gpus: int) -> dict[str, Any]:
         f"{actor}.fsdp_config.optimizer_offload": offload,
         f"{rollout}.name": "vllm",
         f"{rollout}.n": number("ANSWERS", ANSWERS),
-        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.tensor_model_parallel_size": layout.tensor,
         f"{rollout}.gpu_memory_utilization": setting("VERL_SHARE", SHARE),
         f"{rollout}.max_model_len": WORDS + 128 + number("TOKENS", TOKENS),
         f"{rollout}.max_num_seqs": 64,
@@ -103,7 +119,7 @@ def settings(model: Path, data: Path, ray: Path, gpus: int) -> dict[str, Any]:
         "trainer.project_name": "engines",
         "trainer.experiment_name": "verl",
         "trainer.default_local_dir": ray / "checkpoints",
-        "trainer.n_gpus_per_node": gpus,
+        "trainer.n_gpus_per_node": layout.gpus,
         "trainer.nnodes": 1,
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
@@ -113,7 +129,7 @@ def settings(model: Path, data: Path, ray: Path, gpus: int) -> dict[str, Any]:
         "trainer.total_training_steps": number("STEPS", STEPS),
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "ray_kwargs.ray_init.num_cpus": 16,
-        "+ray_kwargs.ray_init.num_gpus": gpus,
+        "+ray_kwargs.ray_init.num_gpus": layout.gpus,
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 2 << 30,
         "+ray_kwargs.ray_init._temp_dir": ray,
@@ -156,42 +172,13 @@ def environment(ctx: Context, gpus: list[int], figures: Path, invariant: bool) -
     return given
 
 
-# ---------------------------------------------------------------- what a trainer started
-
-
-def session_of(pid: int) -> int:
-    """The session of a process; 0 of one that is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def members(session: int) -> list[int]:
-    """The processes of a session. Ray's are groups of their own, and stay in the session of who called it."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and session_of(int(path.name)) == session]
-
-
-def end_session(session: int, patience_s: float = 6.0) -> int:
-    """Ends all processes of a session, politely first; how many there were."""
-    found = members(session)
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        for pid in members(session):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signum)
-        end = time.monotonic() + patience_s
-        while members(session) and time.monotonic() < end:
-            time.sleep(0.1)
-    return len(found)
-
-
 # ---------------------------------------------------------------- the row
 
 
 class Run:
     """One training, from its start to its end."""
 
-    def __init__(self, ctx: Context, mode: Mode, gpus: list[int], invariant: bool) -> None:
+    def __init__(self, ctx: Context, mode: Mode, layout: Layout, invariant: bool) -> None:
         name, dropins, under, _ = mode
         self.name = name
         self.tenant = ctx.tenant(name.replace("_", "-")) if under else None
@@ -199,10 +186,10 @@ class Run:
         self.figures.unlink(missing_ok=True)
         # Ray's sockets lie there, and a socket's path must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-        more = environment(ctx, gpus, self.figures, invariant)
+        more = environment(ctx, list(range(layout.gpus)), self.figures, invariant)
         if under:
             more |= {"SUBLET_REQUIRED": "1"} | ({"SUBLET_COMPAT": dropins} if dropins else {})
-        given = settings(ctx.job.model(1), data(ctx), self.folder, len(gpus))
+        given = settings(ctx.job.model(1), data(ctx), self.folder, layout)
         self.began, self.over = time.monotonic(), False
         self.process = ctx.start(name, command(given), self.tenant, more, script=False)
         common.at_deadline(lambda _reason: self.stop())
@@ -232,7 +219,7 @@ class Run:
         if self.over:
             return
         self.over = True
-        count = end_session(self.process.process.pid)
+        count = common.end_session(self.process.process.pid)
         if count:
             common.log(f"{self.name}: {count} processes were left, and ended")
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,10 +239,10 @@ def data(ctx: Context) -> Path:
     return folder
 
 
-def train(ctx: Context, mode: Mode, gpus: list[int], invariant: bool) -> dict[str, Any]:
+def train(ctx: Context, mode: Mode, layout: Layout, invariant: bool) -> dict[str, Any]:
     """Trains in one mode; its figures."""
     name, steps = mode[0], number("STEPS", STEPS)
-    run = Run(ctx, mode, gpus, invariant)
+    run = Run(ctx, mode, layout, invariant)
     try:
         # verl opens this file when all is started.
         run.wait("its start", run.figures.exists, ctx.left_s(START_S))
@@ -263,6 +250,7 @@ def train(ctx: Context, mode: Mode, gpus: list[int], invariant: bool) -> dict[st
         # Much of the first step is imports of the processes that ask the engine.
         run.wait("one step", run.steps, ctx.left_s(180))
         if run.tenant and mode[3]:
+            gpus = list(range(layout.gpus))
             ctx.pause_often(run.tenant, gpus, number("PAUSES", PAUSES), number("DEEP", DEEP), lambda: len(run.steps()) >= steps - 1)
         run.wait(f"{steps} steps", lambda: len(run.steps()) >= steps, ctx.left_s(240))
         run.wait("its end", lambda: run.process.ended, ctx.left_s(60))
@@ -286,30 +274,50 @@ def earlier(path: str) -> dict[str, Any]:
 
 def verl(ctx: Context) -> None:
     """The same seeds in each mode, on two GPUs where there are two."""
-    gpus = list(range(min(2, ctx.job.gpus)))
+    modes(ctx, Layout(min(2, ctx.job.gpus)))
+
+
+def fsdp4(ctx: Context) -> None:
+    """The same with FSDP2 on four GPUs, and engines by tensor parallel on them."""
+    modes(ctx, Layout(4, number("TP", 2), "fsdp2"))
+
+
+def modes(ctx: Context, layout: Layout) -> None:
+    """Trains in each mode, and compares."""
     named = [name for name in str(ctx.args.grpo_modes).split(",") if name] or USUAL
     invariant, results = bool(number("INVARIANT", 1)), earlier(os.environ.get("ENGINES_VERL_BEFORE", ""))
     for mode in MODES:
         if mode[0] not in named:
             continue
         try:
-            results[mode[0]] = train(ctx, mode, gpus, invariant)
+            results[mode[0]] = train(ctx, mode, layout, invariant)
         except JobError as error:
             if results or not invariant:
                 raise
             ctx.record.note(f"with kernels whose bits do not depend on the batch: {error}")
             invariant = False
-            results[mode[0]] = train(ctx, mode, gpus, invariant)
+            results[mode[0]] = train(ctx, mode, layout, invariant)
         told = results[mode[0]]
         ctx.record.data["results"] = results
         ctx.record.save()
         ctx.job.say(ctx, f"{mode[0]}: start {told['start_s']} s, step {short(told['step_s'][1:])}, rewards {ends(told['reward'])}")
     ctx.record.data["invariant"] = invariant
     compare(ctx, results)
+    say_lost(ctx, results)
     samples = ctx.record.data["samples"]
-    left = ", ".join(f"GPU {gpu}: {max(samples[f'left_mib_gpu{gpu}'])}" for gpu in gpus if samples.get(f"left_mib_gpu{gpu}"))
+    left = ", ".join(f"GPU {gpu}: {max(samples[f'left_mib_gpu{gpu}'])}" for gpu in range(layout.gpus) if samples.get(f"left_mib_gpu{gpu}"))
     paused = f"pause {short(samples.get('pause_s', []))}, resume {short(samples.get('resume_s', []))}"
     ctx.job.say(ctx, f"{paused}, deep {short(samples.get('deep_pause_s', []))}, MiB left at most {left or '-'}")
+
+
+def say_lost(ctx: Context, results: dict[str, Any]) -> None:
+    """The share of a step that each unpaused mode loses, next to that by which two runs without Sublet differ."""
+    paused = {mode[0] for mode in MODES if mode[3]}
+    for name, told in results.items():
+        share = lost_share(results["alone"], told) if "alone" in results and name != "alone" and name not in paused else None
+        if share is not None:
+            ctx.record.data["baseline" if name == "alone_again" else "summary"][f"{name}_step_lost_share"] = share
+            ctx.job.say(ctx, f"{name}: a step takes {100 * share:+.1f} % of one of 'alone' more")
 
 
 def ends(values: list[Any]) -> str:

@@ -39,7 +39,7 @@ FILES = sorted(path for folder in common.FOLDERS for glob in ("*.py", "programs/
 MODULES = {path.stem for path in FILES if path.parent in common.FOLDERS}
 #: What is no script of its own: it is imported, or run by others.
 PARTS = {
-    "bench_ops", "checksum", "cli", "common", "compact", "driver", "head_to_head", "launch", "observer", "phases",
+    "bench_ops", "checksum", "cli", "common", "compact", "driver", "head_to_head", "launch", "observer", "pairs", "phases",
     "captured_calls", "deep_calls", "deep_libraries", "deep_memory", "engines_figures", "engines_offline",
     "engines_serve", "engines_tools", "engines_train", "engines_verl", "larger_models", "larger_picture", "larger_weights",
     "race_figures", "race_memory", "race_nccl", "race_saver", "rank", "runner", "sim_node", "suite", "summary", "training_run",

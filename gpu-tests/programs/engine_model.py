@@ -1,4 +1,4 @@
-"""Makes a language model of Qwen3's architecture with random weights, and a tokenizer: nothing is fetched.
+"""Makes a language model of Qwen3's architecture, or of its mixture of experts, with random weights, and a tokenizer: nothing is fetched.
 
     python3 programs/engine_model.py FOLDER --size 1.7b --seed 1
 
@@ -18,7 +18,11 @@ SHAPES = {
     "0.6b": (1024, 3072, 28, 16, 8, 128),
     "1.7b": (2048, 6144, 28, 16, 8, 128),
     "4b": (2560, 9728, 36, 32, 8, 128),
+    "tiny-moe": (64, 32, 2, 4, 4, 16),
+    "moe": (1024, 768, 16, 16, 4, 128),
 }
+#: Experts, and how many of them each token has; the inner width is that of one.
+EXPERTS = {"tiny-moe": (8, 2), "moe": (32, 4)}
 #: Enough for many distinct prompts; the output layer stays small.
 VOCABULARY = 32_000
 #: Wider than at the start of a training, so that attention and tokens depend on all weights.
@@ -42,31 +46,41 @@ def tokenizer() -> Any:
     return fast
 
 
+def settings(size: str) -> dict[str, Any]:
+    """What the configuration of the model is given."""
+    width, inner, layers, heads, kv_heads, head = SHAPES[size]
+    given: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 1,
+        "bos_token_id": None,
+    }
+    if size in EXPERTS:
+        experts, chosen = EXPERTS[size]
+        given |= {"moe_intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": chosen, "norm_topk_prob": True}
+    return given
+
+
 def make(folder: Path, size: str, seed: int) -> int:
     """Writes the model; its number of parameters."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    width, inner, layers, heads, kv_heads, head = SHAPES[size]
+    kind = "Qwen3Moe" if size in EXPERTS else "Qwen3"
     tokenizer().save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        eos_token_id=VOCABULARY - 2,
-        pad_token_id=VOCABULARY - 1,
-        bos_token_id=None,
-    )
+    config = getattr(transformers, f"{kind}Config")(**settings(size))
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -26,7 +26,7 @@ PROMPT = 64
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--variant", choices=("plain", "uncached", "lora", "ngram"), default="plain")
+    parser.add_argument("--variant", choices=("plain", "uncached", "lora", "ngram", "experts"), default="plain")
     parser.add_argument("--adapter", default="")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--share", type=float, default=0.3, help="of the GPU's memory that vLLM takes")
@@ -49,6 +49,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.variant == "uncached":
         given["enable_prefix_caching"] = False
+    if args.variant == "experts":
+        given["enable_expert_parallel"] = True
     if args.variant == "lora":
         given |= {"enable_lora": True, "max_lora_rank": 8}
     if args.variant == "ngram":

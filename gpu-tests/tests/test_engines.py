@@ -16,10 +16,11 @@ if sys.version_info < (3, 11):
 
 JOBS = Path(__file__).resolve().parent.parent
 
+import common  # noqa: E402
 import engines_job  # noqa: E402
 import engines_verl  # noqa: E402
 from common import JobError, Result  # noqa: E402
-from engines_figures import first_difference, read_steps, spread  # noqa: E402
+from engines_figures import first_difference, lost_share, read_steps, spread  # noqa: E402
 from engines_job import ROWS, Engines  # noqa: E402
 from engines_tools import Context, added_delay, answers_differ, cache_tokens, longest_gap, metric, texts_differ  # noqa: E402
 from suite import Row  # noqa: E402
@@ -39,7 +40,7 @@ def test_without_engines_each_row_is_not_run_by_name(
     work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("suite.is_there", lambda module: module in ("torch", "transformers"))
-    data = job(work, list(ROWS))
+    data = job(work, list(ROWS), "--gpus", "4")
     said = capfd.readouterr().out
     for row in ROWS:
         missing = [name for name in row.needs if name not in ("torch", "transformers")]
@@ -52,6 +53,31 @@ def test_row_that_wants_more_gpus_is_not_run(work: Path, capfd: pytest.CaptureFi
     data = job(work, [Row("wide", lambda _ctx: None, gpus_min=3)])
     assert data["rows"]["wide"] == {"status": "not run", "why": "it wants 3 GPUs, and there is 2"}
     assert "wide: NOT RUN: it wants 3 GPUs" in capfd.readouterr().out
+
+
+def test_rows_of_four_gpus_are_not_run_on_two(work: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("suite.is_there", lambda _module: True)
+    rows = [row for row in ROWS if row.gpus_min == 4]
+    data = job(work, rows)
+    assert list(data["rows"]) == ["tensor4", "experts4", "servers4", "fsdp4"] and data["status"] == "passed"
+    said = capfd.readouterr().out
+    assert all(f"{row.name}: NOT RUN: it wants 4 GPUs, and there is 2" in said for row in rows)
+
+
+def test_trainer_and_engines_lie_on_gpus_as_the_row_says() -> None:
+    def told(layout: engines_verl.Layout) -> list[Any]:
+        given = engines_verl.settings(Path("m"), Path("d"), Path("r"), layout)
+        names = ("actor.strategy", "actor.fsdp_config.strategy", "rollout.tensor_model_parallel_size")
+        return [*(given[f"actor_rollout_ref.{name}"] for name in names), given["trainer.n_gpus_per_node"]]
+
+    assert told(engines_verl.Layout(2)) == ["fsdp", "fsdp", 1, 2]
+    assert told(engines_verl.Layout(4, 2, "fsdp2")) == ["fsdp2", "fsdp2", 2, 4]
+
+
+def test_lost_share_is_of_a_step_and_without_the_first() -> None:
+    one = {"step_s": [90.0, 10.0, 12.0, 11.0]}
+    assert lost_share(one, {"step_s": [1.0, 12.1, 12.1]}) == pytest.approx(0.1)
+    assert lost_share(one, {"step_s": [1.0]}) is None
 
 
 def test_each_row_has_its_record_and_a_failure_ends_no_other(work: Path) -> None:
@@ -155,6 +181,6 @@ def test_all_processes_of_a_session_are_ended_also_those_of_other_groups() -> No
         assert process.stdout is not None
         orphan = int(process.stdout.readline())
         process.wait(30)
-        assert engines_verl.members(process.pid) == [orphan] and os.getpgid(orphan) == orphan
-        assert engines_verl.end_session(process.pid) == 1
-        assert engines_verl.members(process.pid) == [] and engines_verl.session_of(orphan) == 0
+        assert common.members(process.pid) == [orphan] and os.getpgid(orphan) == orphan
+        assert common.end_session(process.pid) == 1
+        assert common.members(process.pid) == [] and common.session_of(orphan) == 0
