@@ -51,7 +51,7 @@ pub use report::{
 
 pub use needs::{DeviceNeed, Holdings, by_process};
 use needs::{Gives, name_holders};
-pub use options::{Depth, LostImports, Meanwhile, Options, TakesPart};
+pub use options::{Depth, LentMemory, LostImports, Meanwhile, Options, TakesPart};
 pub use saving::{SaveReport, SaveState};
 pub use swap::{swap, swap_with_itself};
 pub use trouble::Trouble;
