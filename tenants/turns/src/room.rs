@@ -27,6 +27,8 @@ use tenants::wire::MemberState;
 
 /// The number of failures in a row, with room by all figures, after which an allocation is refused.
 const IN_VAIN_MAX: u32 = 6;
+/// A wait that lasts longer is said in the log.
+const TOLD_AFTER: Duration = Duration::from_secs(2);
 /// The time that a switch may take past the deadline, if it has begun by then and stops nobody for good yet.
 const BEYOND: Duration = Duration::from_secs(1);
 /// Within this time a library that frees its caches when it is refused has asked again.
@@ -151,7 +153,16 @@ fn try_again<D: Driver, T, E>(
     is_full: fn(&E) -> bool,
     mut make: impl FnMut() -> Result<T, E>,
 ) -> Result<Result<T, E>, String> {
-    let is_over = || member.presence().has_left() || signals::has_come();
+    let is_told = Cell::new(false);
+    let is_over = || {
+        if began.elapsed() >= TOLD_AFTER && !is_told.replace(true) {
+            tracing::warn!(
+                "this process waits for GPU memory, for {} s at most: `sublet turns` says for whom",
+                wait.as_secs()
+            );
+        }
+        member.presence().has_left() || signals::has_come()
+    };
     let checkpointer = (member.config().checkpointer)();
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
