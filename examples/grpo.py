@@ -140,4 +140,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit(0)
     {"trainer": trainer, "generator": generator}.get(sys.argv[-1], main)()

@@ -67,7 +67,7 @@ int64_t sublet_last_error_json(char *buffer, size_t size);
 int64_t sublet_last_report_json(char *buffer, size_t size);
 
 /* Does what a command in JSON says, {NAME: {FIELD: VALUE}} with the arguments of the function of that name: "pause" and "resume" ("tenant",
- * "tags", "is_own" for SUBLET_WHOSE_PROCESS, "timeout_ms"; with "tags" left out all of the tenant, with [] all tags), "pause_together" and
+ * "tags", "is_own" for SUBLET_WHOSE_PROCESS, "leave_lent" of a pause, "timeout_ms"; with "tags" left out all of the tenant, with [] all tags), "pause_together" and
  * "resume_together" (ncclPause, ncclResume), "swap" ("tenant", "out_tags", "to", "in_tags", "timeout_ms"), "resume_in_turn", "switch" and "prepare"
  * ("tenant", "wait_ms"), "turn_begin" ("wait_ms"), "budget" ("tenant", "budgets", which it changes; shown when left out), "stats" ("tenant")
  * and "tenants". A tenant that is null or left out is the caller's own. What it did or found says sublet_last_report_json. */

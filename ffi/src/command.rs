@@ -19,7 +19,7 @@ use sublet_turns::{SwitchOptions, Switched, Turn};
 use tenants::budget::{Budgets, gpus};
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    BudgetReport, Coordinator, Meanwhile, Options, Outcome, Trouble, staying, swap,
+    BudgetReport, Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying, swap,
     swap_with_itself,
 };
 use tenants::error_text::chain;
@@ -88,6 +88,8 @@ pub struct Change {
     pub tags: Option<Tags>,
     /// Of that, only what the process that asks itself owns.
     pub is_own: bool,
+    /// Of a pause that is not of own tags: leave what other tenants have open, and take the rest.
+    pub leave_lent: bool,
     /// For each phase, in milliseconds; 0 keeps the phases' own.
     pub timeout_ms: u32,
 }
@@ -229,7 +231,7 @@ impl<D: Driver> Asker<'_, D> {
     }
 
     fn change(&self, change: Change, action: Action) -> Result<Value, Trouble> {
-        let Change { tenant: name, tags, is_own, timeout_ms } = change;
+        let Change { tenant: name, tags, is_own, leave_lent, timeout_ms } = change;
         let timeout = timeout_of(timeout_ms);
         if is_own {
             let member = (self.member)()?;
@@ -252,7 +254,8 @@ impl<D: Driver> Asker<'_, D> {
         let by_name = action == Action::Pause && scope == Scope::Whole;
         let asking = self.asks_for(&tenant);
         let meanwhile = meanwhile(asking.is_some());
-        let options = Options { scope, meanwhile, ..Options::within(timeout) };
+        let lent = if leave_lent { LentMemory::Leave } else { LentMemory::WaitFor };
+        let options = Options { scope, meanwhile, lent, ..Options::within(timeout) };
         let act = || requests::act(&run_dir, &tenant, action, options);
         let done = if by_name { sublet_turns::by_name(&run_dir, &tenant, act) } else { act() };
         match done {

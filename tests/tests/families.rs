@@ -193,6 +193,38 @@ fn a_pause_names_who_has_memory_open_and_goes_through_once_it_is_closed() -> Out
 }
 
 #[test]
+fn a_pause_may_leave_what_another_tenant_has_open_and_take_the_rest() -> Outcome {
+    let mut pair = pair()?;
+    pair.train.do_it("spare kv")?;
+    pair.open()?;
+    let ran = pair.stage.sublet(&["pause", "train", "--leave-lent", "--json"])?;
+    let said = ran.exited(3)?.json()?;
+    assert_eq!(said["freed_bytes"], 4 * MIB, "{said:#}");
+    assert_eq!(said["stayed_bytes"], 4 * MIB, "{said:#}");
+    assert!(text(&said).contains("open in a process of another tenant"), "{said:#}");
+    assert_eq!(pair.stage.states("train")?, ["paused"]);
+    // The borrower works on it meanwhile, and nothing of its memory is lent again.
+    pair.infer.do_it("look 7")?;
+    pair.infer.do_it("store 8")?;
+    let ran = pair.stage.sublet(&["pause", "train", "--deep", "--json"])?;
+    let said = ran.exited(3)?.json()?;
+    assert!(text(&said).contains("open in another tenant"), "{said:#}");
+    pair.stage.resume("train")?;
+    pair.train.do_it("own 8")?;
+    // It is lent still: a pause that takes all waits for it, as ever.
+    refused(pair.stage.sublet(&["pause", "train", "--timeout", "1s", "--json"])?)?;
+    pair.stage.sublet(&["pause", "train", "--leave-lent"])?.exited(3)?;
+    // What was closed in the pause stays until the resume, and leaves with the next.
+    pair.infer.do_it("close")?;
+    pair.stage.resume("train")?;
+    pair.stage.pause("train")?;
+    pair.stage.resume("train")?;
+    pair.train.do_it("own 8")?;
+    pair.train.do_it("fill 7")?;
+    pair.works()
+}
+
+#[test]
 fn an_open_waits_for_a_paused_tenant_and_is_refused_by_name_in_the_end() -> Outcome {
     let mut pair = pair_with(&SOON)?;
     pair.stage.pause("train")?;

@@ -198,6 +198,7 @@ fn one_that_waits_for_memory_can_be_paused_and_resumed_and_gets_it_in_the_end() 
     train.do_it("begin 120000")?;
     infer.say("more 14 300")?;
     until_waits(&stage, "infer", "memory")?;
+    infer.complained("waiting for GPU memory that others hold, for ")?;
     stage.pause("infer")?;
     assert_eq!(stage.states("infer")?, ["paused"]);
     stage.resume("infer")?;

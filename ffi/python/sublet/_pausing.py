@@ -102,14 +102,18 @@ def pause_by(
     limit_ms: int,
     deep: bool,
     done: list[str],
+    leave_lent: bool = False,
 ) -> Report:
     """Pauses a tenant; ``None`` is the caller's own, and of that with tags what the process owns. ``done`` has the answer before any signal is handled."""
     if deep and tags is not None:
         raise UsageError("pause: deep=True means the whole tenant, since a process that runs on needs its context: leave tags out")
+    if deep and leave_lent:
+        raise UsageError("pause: deep=True takes all of a process off the GPUs: leave leave_lent out")
     if deep:
         return _report.of(_command.run("pause", "--deep", tenant or own_tenant(), timeout_ms=limit_ms, done=done))
     is_own = tenant is None and tags is not None
-    return _report.of(command(library, "pause", done, tenant=tenant, tags=tags, is_own=is_own, timeout_ms=limit_ms))
+    said = command(library, "pause", done, tenant=tenant, tags=tags, is_own=is_own, leave_lent=leave_lent, timeout_ms=limit_ms)
+    return _report.of(said)
 
 
 def resume_by(

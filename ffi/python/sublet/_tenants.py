@@ -60,17 +60,24 @@ class Tenant:
     def __hash__(self) -> int:
         return hash((Tenant, self._name))
 
-    def pause(self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False) -> Report:
+    def pause(
+        self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False, leave_lent: bool = False
+    ) -> Report:
         """Pauses the tenant; with tags, that memory of all its processes. The caller's own tenant runs on; another stands still,
         unless it has agreed.
 
         With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
         command does it. One that is paused already is deepened.
-        """
-        return self._pause([], tag_list(tags), timeout, deep)
 
-    def _pause(self, done: list[str], tags: Optional[list[str]], timeout: Optional[float], deep: bool) -> Report:
-        return pause_by(any_library(), self._name, tags, timeout_ms(timeout), deep, done)
+        With ``leave_lent`` what other tenants have open of its memory stays on the GPUs, and the rest leaves; the report counts it in ``stays``. Without
+        it the pause waits until they close it.
+        """
+        return self._pause([], tag_list(tags), timeout, deep, leave_lent)
+
+    def _pause(
+        self, done: list[str], tags: Optional[list[str]], timeout: Optional[float], deep: bool, leave_lent: bool = False
+    ) -> Report:
+        return pause_by(any_library(), self._name, tags, timeout_ms(timeout), deep, done, leave_lent)
 
     def resume(
         self,

@@ -79,8 +79,12 @@ class Memory:
 
 def main() -> NoReturn:
     """Works until it is ended."""
+    usage = "usage: python3 -m sublet.demo SIZE, such as 300MiB"
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(f"{usage}\n\n{__doc__}")
+        sys.exit(0)
     if len(sys.argv) != 2:
-        sys.exit("usage: python3 -m sublet.demo SIZE, such as 300MiB")
+        sys.exit(usage)
     try:
         memory = Memory(sys.argv[1])
     except (OSError, ValueError) as error:

@@ -99,6 +99,8 @@ def test_bad_arguments_are_refused_before_anything_is_done() -> None:
         sublet.Tenant("a").resume(wait=-1)
     with pytest.raises(sublet.UsageError, match="leave tags out"):
         sublet.Tenant("a").pause("kv", deep=True)
+    with pytest.raises(sublet.UsageError, match="leave leave_lent out"):
+        sublet.Tenant("a").pause(deep=True, leave_lent=True)
     for name in ("", "a b", ".a", "no/name", "x" * 41, 7):
         with pytest.raises(ValueError, match="a tenant's name is 1 to 40"):
             sublet.Tenant(name)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def test_tenant_is_paused_and_resumed_from_outside(stage: Stage) -> None:
     train = sublet.Tenant("train")
     assert sublet.tenants() == ["train"]
     assert train.state == "active"
-    assert train.pause().outcome == "completed"
+    assert train.pause(leave_lent=True).outcome == "completed"
     assert train.state == "paused"
     assert train.pause().outcome == "already"
     assert worker.do("sublet.is_paused()") is True

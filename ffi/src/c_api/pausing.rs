@@ -238,7 +238,8 @@ unsafe fn of_tags(
         }
     };
     // SAFETY: as this function's caller promises.
-    Ok(Change { tenant: unsafe { name_of(tenant) }?, tags, is_own, timeout_ms })
+    let tenant = unsafe { name_of(tenant) }?;
+    Ok(Change { tenant, tags, is_own, timeout_ms, ..Change::default() })
 }
 
 /// Pauses memory by tag.

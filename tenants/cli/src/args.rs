@@ -250,6 +250,9 @@ pub(crate) struct PauseArgs {
     /// Take the processes' CUDA contexts off the GPUs too
     #[arg(long, conflicts_with_all = ["tags", "libraries"])]
     pub(crate) deep: bool,
+    /// Leave what other tenants have open of the job's memory on the GPUs, and take the rest. The exit code is 3 then, since memory stays
+    #[arg(long, conflicts_with = "deep")]
+    pub(crate) leave_lent: bool,
     /// Wait until the job has GPU memory: without end, or for a time such as --wait 90s
     #[arg(
         long, value_name = "TIME", value_parser = wait_time, num_args = 0..=1, require_equals = true, default_missing_value = FOREVER,

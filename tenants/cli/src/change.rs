@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use sublet_turns::SwitchOptions;
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    self, Coordinator, DeviceShortage, Event, Interrupt, LostImports, Meanwhile, MemberFailure,
-    Options, Outcome, Swap, Trouble,
+    self, Coordinator, DeviceShortage, Event, Interrupt, LentMemory, LostImports, Meanwhile,
+    MemberFailure, Options, Outcome, Swap, Trouble,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -129,7 +129,8 @@ fn pause_one(
     let is_whole = scope == Scope::Whole;
     let meanwhile = if args.keep_running { Meanwhile::RunOn } else { Meanwhile::AsAgreed };
     let is_deep = args.deep;
-    let options = Options { scope, is_deep, meanwhile, ..options(args.timeout, interrupt) };
+    let lent = if args.leave_lent { LentMemory::Leave } else { LentMemory::WaitFor };
+    let options = Options { scope, is_deep, meanwhile, lent, ..options(args.timeout, interrupt) };
     let mut coordinator = Coordinator::new(run_dir.clone(), tenant.clone(), options);
     let mut progress = Progress::start(args.show, run_dir);
     let mut pause = || coordinator.pause(&mut |event| progress.note(&event));

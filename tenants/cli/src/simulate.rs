@@ -8,7 +8,7 @@
     reason = "calls a function of the simulated driver, and one between fork and exec"
 )]
 
-use std::ffi::{CString, OsString, c_char, c_int};
+use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::fd::AsFd as _;
@@ -48,6 +48,8 @@ const NODE_VARIABLE: &str = "SIMCUDA_NODE";
 const LIBRARIES_VARIABLE: &str = "LD_LIBRARY_PATH";
 /// It may number the GPUs that this machine really has.
 const VISIBLE_VARIABLE: &str = "CUDA_VISIBLE_DEVICES";
+/// Marks the prompt of an interactive shell, once: its own files have set it by then.
+const PROMPT: &str = "unset PROMPT_COMMAND; PS1=\"(simulated) $PS1\"";
 /// Of the directories that hold a simulated machine.
 const PREFIX: &str = "sublet-simulated-";
 /// Time for processes to end by themselves, and again for the system to end them.
@@ -113,6 +115,9 @@ pub(crate) fn simulate(
         .env(NODE_VARIABLE, machine.node())
         .env(RUN_DIR_VARIABLE, machine.run_dir())
         .env_remove(VISIBLE_VARIABLE);
+    if Path::new(program).file_name() == Some(OsStr::new("bash")) {
+        command.env("PROMPT_COMMAND", PROMPT);
+    }
     // SAFETY: it makes one call, which POSIX allows between fork and exec.
     unsafe { command.pre_exec(move || Ok(mask.thread_set_mask()?)) };
     let started = command.spawn();

@@ -72,15 +72,19 @@ fn render_member(tenant: &str, stats: &MemberStats, verbose: bool, output: &mut 
     let devices = &stats.pool.devices;
     let own: u64 = devices.iter().map(vmm_pool::DeviceReport::own_bytes).sum();
     let resident: u64 = devices.iter().map(vmm_pool::DeviceReport::resident_bytes).sum();
+    let more = [
+        ("on disk", stats.pool.file_bytes),
+        ("host memory of the driver's own", stats.pool.host_numa_bytes),
+    ];
+    let more = more.iter().filter(|(_, bytes)| *bytes > 0);
+    let more = more.map(|(what, bytes)| format!("; {what} {}", units::bytes(*bytes)));
+    let more = more.collect::<Vec<_>>().concat();
     output.line(format!(
-        "  {} of device memory, {} of it on GPUs now; host memory for contents: {} of {} for a pause; on disk {}; host \
-         memory of the driver's own {}",
+        "  {} of device memory, {} of it on GPUs now; host memory for contents: {} of {} for a pause{more}",
         units::bytes(own),
         units::bytes(resident),
         units::bytes(stats.pool.host_arena_bytes),
-        units::bytes(stats.host.wanted_bytes),
-        units::bytes(stats.pool.file_bytes),
-        units::bytes(stats.pool.host_numa_bytes)
+        units::bytes(stats.host.wanted_bytes)
     ));
     let count = |count: u64, one, more| {
         units::counted(usize::try_from(count).unwrap_or(usize::MAX), one, more)
@@ -201,7 +205,7 @@ mod tests {
         render_member("train", &member, true, &mut output);
         let expected = "\
 train process 10 (paused), libsublet 0.1.0: python train.py
-  0 B of device memory, 0 B of it on GPUs now; host memory for contents: 3 GiB of 4 GiB for a pause; on disk 2 GiB; host memory of the driver's own 0 B
+  0 B of device memory, 0 B of it on GPUs now; host memory for contents: 3 GiB of 4 GiB for a pause; on disk 2 GiB
   1 pause, the last in 250 ms; 0 resumes
   slabs: 2 with 10 allocations, 32 MiB: 20 MiB live, 2 MiB freed and kept, 10 MiB not given out; 3 imported, with 30 allocations
   last pause:

@@ -77,7 +77,9 @@ fn agree_on_shared(
         Err(Stop::Failed(vec![failure]))
     };
     // The agents said at the shut gates that nothing is lent, and lend nothing since.
-    if let Some((who, _)) = said.iter().find(|(_, references)| !references.lent.is_empty()) {
+    let has_lent = |said: &&(Who, &References)| !said.1.lent.is_empty();
+    let lender = said.iter().find(has_lent).filter(|_| cast.options.waits_for_borrowers());
+    if let Some((who, _)) = lender {
         let why = "a process of another tenant has some of this memory open still";
         return refused(*who, FailureKind::Lent, why);
     }

@@ -91,7 +91,8 @@ const JOINED_TRIES_MAX: u32 = 8;
 /// Does this leg ask who has memory of its members open?
 fn lends(leg: &Session<'_>) -> bool {
     let asks = |index: &usize| leg.cast.shares(leg.round.scope(), *index);
-    leg.round.action() == Action::Pause && leg.members.iter().any(asks)
+    let waits = leg.cast.options.waits_for_borrowers();
+    waits && leg.round.action() == Action::Pause && leg.members.iter().any(asks)
 }
 
 /// Do others give host memory back, where that is what a pause lacks, so that the same pause may succeed now?

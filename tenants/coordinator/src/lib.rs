@@ -42,7 +42,7 @@ pub use coordinator::Coordinator;
 pub use figures::{DeviceShortage, GpuBudget, Holder, ProcessBytes, end_some};
 pub use interrupt::Interrupt;
 pub use needs::{DeviceNeed, Holdings, by_process};
-pub use options::{LostImports, MakesRoom, Meanwhile, Options, TakesPart};
+pub use options::{LentMemory, LostImports, MakesRoom, Meanwhile, Options, TakesPart};
 pub use peers::Peers;
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,

@@ -46,6 +46,8 @@ pub struct Options {
     /// Does a pause give memory back while the rest is still saved, also where that does not pay? Its point of no return is before
     /// it saves, then. A pause for which it pays does so anyway.
     pub releases_early: bool,
+    /// The fate of memory that other tenants have open, in a pause. One that takes contexts too waits in any case.
+    pub lent: LentMemory,
     /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
     /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
     /// tenants of many gigabytes.
@@ -91,6 +93,16 @@ pub enum Meanwhile {
     AsAgreed,
 }
 
+/// The fate of memory that other tenants have open when its tenant is paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LentMemory {
+    /// The pause waits until they close it, and is refused in the end.
+    #[default]
+    WaitFor,
+    /// It stays on its devices, counted, until the next pause after they have closed it. The rest leaves.
+    Leave,
+}
+
 /// The members of a tenant that take part in a pause or resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TakesPart {
@@ -130,6 +142,7 @@ impl Default for Options {
             interrupt: None,
             passes_by_memory_waits: false,
             releases_early: false,
+            lent: LentMemory::WaitFor,
             window_bytes: None,
             is_deep: false,
             contexts: None,
@@ -157,6 +170,11 @@ impl Options {
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
         let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
         if phase.stage() == Stage::Prepare { timeout } else { timeout.max(self.finish_timeout) }
+    }
+
+    /// Does a pause wait for other tenants that have memory open?
+    pub(super) fn waits_for_borrowers(&self) -> bool {
+        self.lent == LentMemory::WaitFor || self.is_deep
     }
 
     /// Does somebody want it called off?

@@ -15,8 +15,8 @@ use sublet_protocol::{code::Code, error_text::chain, scope::Scope};
 
 pub(crate) use words::silence;
 use words::{
-    back, causes, gerund, joined, known, known_tags, listed, lost, may_pass, noun, quoted_tags,
-    save_hint, stay, undone, way_on,
+    back, causes, gerund, joined, known, known_tags, left_behind, listed, lost, may_pass, noun,
+    quoted_tags, save_hint, stay, undone, way_on,
 };
 
 /// Why a command was not carried out. Unless it says otherwise, all tenants are as before.
@@ -35,9 +35,7 @@ pub enum Trouble {
     #[error("there is no tenant '{tenant}' ({})", known(existing))]
     NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
     /// All processes of the tenant are dead; what they left behind was removed.
-    #[error(
-        "tenant '{tenant}' has no live process; what its {dead} dead processes left behind was removed"
-    )]
+    #[error("tenant '{tenant}' has no live process{}", left_behind(*dead))]
     NoProcess { tenant: TenantName, dead: usize },
     /// The run directory is not usable, or somebody else coordinates.
     #[error(transparent)]

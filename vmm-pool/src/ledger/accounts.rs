@@ -85,7 +85,9 @@ impl RowTable {
             return Err(PoolError::Disowned { id });
         }
         for row in self.iter_mut() {
-            row.set_stays(by_id.get(&row.id()).map(|reason| reason.in_words()));
+            if !row.is_left_lent() {
+                row.set_stays(by_id.get(&row.id()).map(|reason| reason.in_words()));
+            }
         }
         Ok(())
     }

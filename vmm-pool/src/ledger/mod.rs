@@ -216,6 +216,9 @@ impl Ledger {
     /// The process runs. If nothing has moved since [`Ledger::freeze`], what it did not use it may use again; else
     /// [`Ledger::run_on`] has seen to that.
     pub(crate) fn thaw(&mut self) {
+        for row in self.rows.iter_mut().filter(|row| row.is_left_lent()) {
+            row.set_stays(None);
+        }
         if std::mem::take(&mut self.is_frozen) {
             self.mark_unused(&[]);
         }

@@ -36,6 +36,10 @@ pub(crate) enum Origin {
     Foreign,
 }
 
+/// Why a pause leaves memory that another tenant has open.
+pub(super) const LENT: &str =
+    "open in a process of another tenant: the next pause after that has closed it takes it";
+
 /// The facts about an allocation that are known when it is made.
 #[derive(Debug)]
 pub(crate) struct NewRow {
@@ -337,6 +341,11 @@ impl Row {
 
     pub(super) fn set_stays(&mut self, reason: Option<&'static str>) {
         self.stays = reason;
+    }
+
+    /// Does a pause leave it because another tenant has it open?
+    pub(crate) fn is_left_lent(&self) -> bool {
+        self.stays == Some(LENT)
     }
 
     /// The process runs on, and importers without it, until its tag is brought back.

@@ -11,6 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 
+use super::row::LENT;
 use super::shares::TicketWatch;
 use super::{Ledger, Row, RowTable, Selection};
 use crate::driver::RawHandle;
@@ -185,12 +186,23 @@ pub struct LentTotals {
 }
 
 impl RowTable {
+    /// Has a pause leave what borrowers have open now of the memory in `selection`, until the process runs again.
+    pub(crate) fn leave_lent(&mut self, selection: &Selection) {
+        for row in self.iter_mut().filter(|row| row.can_leave() && selection.has(row)) {
+            let leases = &mut row.sharing_mut().leases;
+            leases.drop_closed();
+            if !leases.0.is_empty() {
+                row.set_stays(Some(LENT));
+            }
+        }
+    }
+
     /// Sums up what each borrower has open of the memory in `selection` that a pause would take. Leases that have ended
     /// go.
     pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
         for row in self.iter_mut() {
-            if !(row.can_leave() && selection.has(row)) {
+            if !((row.can_leave() || row.is_left_lent()) && selection.has(row)) {
                 continue;
             }
             let size_bytes = row.size_bytes();

@@ -70,7 +70,7 @@ impl<D: Driver> Pool<D> {
                 bytes.host_bytes += row.size_bytes();
             } else if stays {
                 bytes.imported_bytes += row.size_bytes();
-            } else if row.is_pinned() {
+            } else if row.is_pinned() || row.is_left_lent() {
                 bytes.registered_bytes += row.size_bytes();
             }
         }

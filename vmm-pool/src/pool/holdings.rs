@@ -142,6 +142,12 @@ impl Holdings {
         self.ledger().rows.lent_of(selection)
     }
 
+    /// Has a pause leave the memory of `selection` that processes of other tenants have open now. It stays so until the process runs again, where the
+    /// pool is frozen.
+    pub fn leave_lent(&self, selection: &Selection) {
+        self.ledger().rows.leave_lent(selection);
+    }
+
     /// The shared device memory that is held, and whether some of `selection` is. It stays so where the pool is frozen
     /// and the application's calls are held back.
     pub fn references(&self, selection: &Selection) -> References {
@@ -154,7 +160,7 @@ impl Holdings {
             if row.is_host() {
                 continue;
             }
-            let held = Shareable { id: row.id(), is_pinned: row.is_pinned() };
+            let held = Shareable { id: row.id(), is_pinned: row.is_pinned() || row.is_left_lent() };
             if row.is_shared() {
                 references.given.push(held);
                 references.holders.extend(row.sharing().importers());

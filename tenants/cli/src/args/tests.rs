@@ -44,6 +44,7 @@ fn bad_usage_is_refused() {
         "sublet pause train --deep --tag kv",
         "sublet pause train --all",
         "sublet pause train --keep-running",
+        "sublet pause train --deep --leave-lent",
         "sublet pause --all --tag kv",
         "sublet pause train --dry-run --deep",
         "sublet pause train --json -v",

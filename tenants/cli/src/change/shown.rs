@@ -3,7 +3,7 @@
 use tenants::coordinator::{Outcome, Report, Swap, staying};
 use tenants::identity::TenantName;
 use tenants::scope::Scope;
-use tenants::wire::Action;
+use tenants::wire::{Action, Phase};
 
 use crate::args::ShowArgs;
 use crate::gpus::Gpus;
@@ -73,6 +73,10 @@ fn moved(report: &Report, gpus: &Gpus) -> String {
         Action::Pause => (report.freed_bytes, "freed"),
         Action::Resume => (report.taken_bytes, "taken"),
     };
+    let is_deep = report.phases.iter().any(|phase| phase.phase == Phase::Freeze);
+    if bytes == 0 && is_deep && report.not_deep.is_empty() {
+        return "its contexts are off the GPUs too".to_owned();
+    }
     let devices = report.devices.iter().filter(|device| device.bytes > 0);
     let place = gpus.several(devices.map(|device| device.uuid.as_str()));
     let place = if place.is_empty() { place } else { format!(" on {place}") };

@@ -214,6 +214,7 @@ fn an_unknown_tenant_is_one_line_and_exit_code_1() {
         tags: crate::args::TagArgs::default(),
         keep_running: false,
         deep: false,
+        leave_lent: false,
         wait: None,
         timeout: None,
         show: ShowArgs { json, verbose: false },

@@ -37,6 +37,15 @@ pub(super) fn may_pass(kind: FailureKind) -> bool {
     }
 }
 
+/// Says what became of the sockets of processes that are dead.
+pub(super) fn left_behind(dead: usize) -> String {
+    let processes = if dead == 1 { "process" } else { "processes" };
+    match dead {
+        0 => String::new(),
+        _ => format!("; what {dead} dead {processes} left behind was removed"),
+    }
+}
+
 /// The last way out of a resume that may never succeed.
 pub(super) fn way_on(action: Action, tenant: &TenantName, failures: &[MemberFailure]) -> String {
     if action == Action::Pause || failures.iter().all(|failure| may_pass(failure.failure.kind)) {

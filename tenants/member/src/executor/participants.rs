@@ -101,7 +101,9 @@ pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
             "it holds {imported_bytes} bytes that were imported from a process outside its tenant, or that their owner has let go"
         ))
     } else if registered_bytes > 0 {
-        Some(format!("{registered_bytes} bytes are registered with a network card"))
+        Some(format!(
+            "{registered_bytes} bytes are registered with a network card, or open in another tenant"
+        ))
     } else {
         (member.config().unfreezable)()
     };

@@ -221,6 +221,8 @@ impl<D: Driver> Executor<D> {
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.member.config().unused)() };
         quiesced.mark_unused(&unused, &selection);
+        // Unless the coordinator leaves it, the pause is refused for it.
+        self.pool.holdings().leave_lent(&selection);
         let references = self.pool.holdings().references(&selection);
         let partners = self.member.sharing.sharers().living(&references.holders);
         let references = References::new(references, partners);

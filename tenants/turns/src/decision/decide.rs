@@ -311,7 +311,7 @@ impl<'a> View<'a> {
             let ran_us = self.now_us - since_us;
             let figure = if is_higher { "the bound" } else { "its quantum" };
             return Hold::Free(if since_us == 0 {
-                "takes no turns".to_owned()
+                "has had no turn".to_owned()
             } else {
                 format!("has run for {}, and {figure} is {}", time(ran_us), time(kept_us))
             });
@@ -376,12 +376,16 @@ impl<'a> View<'a> {
             let given = all.iter().filter_map(|candidate| candidate.gives.get(gpu).copied());
             let given_bytes = given.fold(0, u64::saturating_add);
             let spared = self.spared(waiting, gpu);
-            (given_bytes < *missing_bytes).then(|| {
-                format!(
-                    "it lacks {} on {gpu}, and other tenants hold {} there that a pause gives back; {spared}end what holds the rest",
-                    Size(*missing_bytes),
+            let given = match given_bytes {
+                0 => "no other tenant there makes way".to_owned(),
+                _ => format!(
+                    "other tenants hold {} there that a pause gives back",
                     Size(given_bytes)
-                )
+                ),
+            };
+            let missing = Size(*missing_bytes);
+            (given_bytes < *missing_bytes).then(|| {
+                format!("it lacks {missing} on {gpu}, and {given}; {spared}end what holds the rest")
             })
         });
         lines.collect::<Vec<_>>().join("; ")

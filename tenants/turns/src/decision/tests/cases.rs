@@ -73,7 +73,7 @@ fn what_is_in_the_way_is_paused_and_both_lines_say_why() {
     assert_eq!(
         decision.reasons,
         [
-            "'train' (fair) is paused: takes no turns; it makes room on GPU-0: 80 B to be copied",
+            "'train' (fair) is paused: has had no turn; it makes room on GPU-0: 80 B to be copied",
             "'infer' is resumed: it lacked 40 B on GPU-0",
         ]
     );
