@@ -436,9 +436,9 @@ impl<D: Driver> Worker<'_, D> {
         let begun = self.begin_clean(chunk, row);
         drop(entered);
         let Err(error) = begun else { return };
-        // What was begun reads the chunk.
-        if self.finish_or_leave().is_err() {
-            self.shared.table().set_stays(chunk, true);
+        // What was begun reads the chunk. Its frame goes when that has been waited for, and who waits for the frame is told if it cannot be.
+        if let Err(error) = self.finish_or_leave() {
+            tracing::debug!(%error, "a copy for paging may be under way");
         }
         tracing::warn!(%error, "paged memory was not copied to the host");
         let mut table = self.shared.table();

@@ -78,7 +78,12 @@ fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
     stage.check();
     // Behind its use, and behind the question what it has.
     lose_a_copy(&stage, 2);
-    stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
+    let error =
+        stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
+    assert!(
+        error.contains("cuStreamSynchronize"),
+        "who waits for the frame is told at once: {error}"
+    );
     let [waited, unmapped] =
         [DriverOp::ContextSynchronize, DriverOp::Unmap].map(|op| stage.driver().faults().calls(op));
     stage.driver().faults().clear();
