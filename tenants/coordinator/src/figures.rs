@@ -42,7 +42,7 @@ pub struct DeviceShortage {
     /// The bytes that are neither free nor any tenant's: contexts, and processes that do not run under Sublet.
     pub outside_bytes: u64,
     /// Processes of this tenant with memory of the device, by their ids.
-    pub processes: Vec<ProcessBytes>,
+    pub own_processes: Vec<ProcessBytes>,
 }
 
 /// The memory of one process on a device, on it or off it.
@@ -100,7 +100,7 @@ impl fmt::Display for DeviceShortage {
             return write!(
                 f,
                 "{uuid} has {total} in all and the tenant needs {needed}: {}",
-                end_some(&self.processes)
+                end_some(&self.own_processes)
             );
         }
         write!(f, "{uuid} has {free} free and {needed} are needed, {missing} more: ")?;
@@ -130,7 +130,7 @@ mod tests {
             total_bytes: 5 << 30,
             holders: Vec::new(),
             outside_bytes: 0,
-            processes: processes.map(|(pid, bytes)| ProcessBytes { pid, bytes }).into(),
+            own_processes: processes.map(|(pid, bytes)| ProcessBytes { pid, bytes }).into(),
         };
         assert_eq!(
             short.to_string(),

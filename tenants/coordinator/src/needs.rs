@@ -161,7 +161,7 @@ pub(super) fn short_devices<'a>(
             total_bytes: need.total_bytes,
             holders: Vec::new(),
             outside_bytes: 0,
-            processes: Vec::new(),
+            own_processes: Vec::new(),
         });
         device.needed_bytes = device.needed_bytes.saturating_add(need.bytes);
         device.free_bytes = device.free_bytes.max(need.free_bytes);
@@ -191,7 +191,7 @@ pub(super) fn name_holders(
     let others: Vec<TenantStats> = others.filter_map(|found| found.stats.ok()).collect();
     for shortage in shortages {
         let own = others.iter().filter(|stats| stats.tenant == tenant.as_str());
-        shortage.processes = own.flat_map(|stats| by_process(stats, &shortage.uuid)).collect();
+        shortage.own_processes = own.flat_map(|stats| by_process(stats, &shortage.uuid)).collect();
         let held = others.iter().filter_map(|stats| {
             let given = gives.filter(|(tenant, _)| tenant.as_str() == stats.tenant);
             let given = given.and_then(|(_, bytes)| bytes.get(&shortage.uuid)).copied();
