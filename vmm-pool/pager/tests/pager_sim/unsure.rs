@@ -82,7 +82,7 @@ fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
         stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
     assert!(
         error.contains("cuStreamSynchronize"),
-        "who waits for the frame is told at once: {error}"
+        "who waits for the frame is told immediately: {error}"
     );
     let [waited, unmapped] =
         [DriverOp::ContextSynchronize, DriverOp::Unmap].map(|op| stage.driver().faults().calls(op));
