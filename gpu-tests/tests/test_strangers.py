@@ -40,7 +40,8 @@ def test_row_that_comes_through_its_pauses_has_their_times(work: Path, capfd: py
     assert row["counts"]["succeeded"] == 3 and len(row["pause_ms"]) == len(row["resume_ms"]) == 3
     assert data["summary"]["contents_pause_ms"]["count"] == 3
     table = capfd.readouterr().out
-    assert re.search(r"contents +3/3 +0 +0 +ok +\d+ / \d+ ", table)
+    # A busy machine may let a pause come late, which is tried again.
+    assert re.search(r"contents +3/3 +0 +\d+ +ok +\d+ / \d+ ", table)
     assert (work / "contents-plain.log").is_file() and (work / "contents-hooked0.log").is_file()
 
 
