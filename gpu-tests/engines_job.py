@@ -11,7 +11,7 @@ installed or the machine has too few GPUs; that is no failure. Engines are as pu
   of experts on four GPUs by expert parallel, 5 deep.
 - two_servers: servers that do not fit together, caches filled, change places by swap, switch, vLLM's sleep, a restart.
 - servers4: two such servers of four GPUs each change places on the same four, by swap.
-- two_auto: two servers of 0.8 of a GPU, started at the same time with `SUBLET_TURNS=auto`, answer by turns.
+- two_auto: two servers of 0.8 of a GPU, started at the same time with `SUBLET_TURNS=auto`, answer by turns. two_auto_tp2: on two GPUs.
 - sglang: its release of memory through the alias, and whole pauses.
 - grpo_trl: TRL's GRPO with vLLM in its process; grpo_two: the same as one job of two processes.
 - verl: verl's GRPO, a trainer by FSDP and vLLM on the same GPUs, by Ray. fsdp4: the same with FSDP2 on four GPUs, and engines of two GPUs
@@ -55,6 +55,7 @@ ROWS = (
     Row("sleep", engines_offline.sleep, VLLM, limit_s=330),
     Row("two_servers", engines_serve.two_servers, VLLM, limit_s=560),
     Row("two_auto", engines_serve.two_auto, VLLM, limit_s=300),
+    Row("two_auto_tp2", engines_serve.two_auto_tp2, VLLM, gpus_min=2, limit_s=330),
     Row("tp2", engines_offline.tp2, VLLM, gpus_min=2, limit_s=360),
     Row("tensor4", engines_offline.tensor4, VLLM, gpus_min=4, limit_s=420),
     Row("experts4", engines_offline.experts4, VLLM, gpus_min=4, limit_s=420),

@@ -268,16 +268,21 @@ def servers4(ctx: Context) -> None:
     say_changes(ctx, ("swap",))
 
 
-def two_auto(ctx: Context) -> None:
+def two_auto_tp2(ctx: Context) -> None:
+    """The same by tensor parallel on two GPUs: NCCL's memory and that of captures does not wait for a turn."""
+    two_auto(ctx, 2)
+
+
+def two_auto(ctx: Context, gpus: int = 1) -> None:
     """Two servers of 0.8 of the GPU each, started at the same time, answer by turns. Does each have the cache that it would have alone?"""
-    count, pair = 2 * int(setting("TURNS", 20) / 2), Servers(ctx)
+    count, pair = 2 * int(setting("TURNS", 20) / 2), Servers(ctx, gpus)
     pair.begin_both()
     for which in (0, 1):
         room = cache_tokens(ask(pair.ports[which], "/metrics")[1])
         ctx.record.data.setdefault("caches", []).append({"server": "ab"[which], "tokens": room})
         for _ in range(3):
             pair.texts[which].add(pair.first_token(which, "warm_first_token_s"))
-        ctx.record.sample("used_mib", ctx.used([0]))
+        ctx.record.sample("used_mib", ctx.used(pair.gpus))
     # A request alone changes the places.
     pair.times("turn", count, lambda _to: None)
     answered = [ask(port, "/health")[0] for port in pair.ports]
