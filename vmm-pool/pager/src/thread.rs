@@ -174,6 +174,15 @@ impl<D: Driver> Worker<'_, D> {
         self.copies.finish_or_leave().and(self.asking.finish_or_leave())
     }
 
+    /// The same. A question that may be under way keeps its memory: another one must not have it.
+    fn finish_or_keep(&mut self) -> PoolResult<()> {
+        let ended = self.finish_or_leave();
+        if ended.is_err() {
+            self.keep_questions();
+        }
+        ended
+    }
+
     /// Does the next thing. False when the pager ends.
     fn step(&mut self) -> bool {
         self.look();
@@ -437,7 +446,7 @@ impl<D: Driver> Worker<'_, D> {
         drop(entered);
         let Err(error) = begun else { return };
         // What was begun reads the chunk. Its frame goes when that has been waited for, and who waits for the frame is told if it cannot be.
-        if let Err(error) = self.finish_or_leave() {
+        if let Err(error) = self.finish_or_keep() {
             tracing::debug!(%error, "a copy for paging may be under way");
         }
         tracing::warn!(%error, "paged memory was not copied to the host");

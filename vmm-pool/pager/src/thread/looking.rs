@@ -45,7 +45,7 @@ impl<D: Driver> Worker<'_, D> {
         let mark = self.asking.streams().and_then(|streams| shared.mark_or_wait(streams));
         match mark {
             Ok(mark) => Ok(mark.map(|mark| Asked { question, mark })),
-            Err(error) => self.finish_or_leave().map(|()| None).map_err(|_| error),
+            Err(error) => self.finish_or_keep().map(|()| None).map_err(|_| error),
         }
     }
 
