@@ -6,18 +6,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+pub use sublet_stage::script::{PAUSE, RESUME};
 use tenants::wire::Phase;
 
 use crate::child::LineChild;
 use crate::{Outcome, Stage, Trouble};
 
 const STEP_TIMEOUT: Duration = Duration::from_mins(2);
-
-/// The phases of a pause, in order.
-pub const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
-/// The phases of a resume, in order.
-pub const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
 
 /// One end of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

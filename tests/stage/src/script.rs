@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
+use tenants::coordinator::{Outcome, Report};
 use tenants::host_memory::HostNeed;
 use tenants::identity::MemberId;
 use tenants::phase::Told;
@@ -14,6 +15,33 @@ use tenants::wire::{FailureKind, MemberState, Order, Phase, Window};
 
 /// One GiB.
 pub const GIB: u64 = 1 << 30;
+
+/// The phases of a pause, in order.
+pub const PAUSE: [Phase; 5] =
+    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
+/// The phases of a resume, in order.
+pub const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
+
+/// A member that runs, and does what it is told.
+pub fn active() -> Script {
+    Script::new(MemberState::Active)
+}
+
+/// A member that is paused, and does what it is told.
+pub fn paused() -> Script {
+    Script::new(MemberState::Paused)
+}
+
+/// The report of a pause or resume that was made.
+///
+/// # Panics
+/// There was nothing to be done.
+pub fn report(outcome: Outcome) -> Report {
+    match outcome {
+        Outcome::Completed(report) => *report,
+        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
+    }
+}
 
 /// A phase, or one window of it, which is another thing to be told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -26,26 +26,10 @@ use sublet_protocol::wire::{
     Action, FailureKind, MemberState, Phase, Reply, Request, TakePhase, Told,
 };
 use sublet_stage::fake::{Line, World, impatient, options, quiet, tenant};
-use sublet_stage::script::{AtTheGate, Deed, Fault, GIB, RELEASE_WINDOW, RESTORE_WINDOW, Script};
-
-const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
-const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
-
-fn active() -> Script {
-    Script::new(MemberState::Active)
-}
-
-fn paused() -> Script {
-    Script::new(MemberState::Paused)
-}
-
-fn report(outcome: Outcome) -> Report {
-    match outcome {
-        Outcome::Completed(report) => *report,
-        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
-    }
-}
+use sublet_stage::script::{
+    AtTheGate, Deed, Fault, GIB, PAUSE, RELEASE_WINDOW, RESTORE_WINDOW, RESUME, Script, active,
+    paused, report,
+};
 
 /// No member began a phase before all `members` ended the one before.
 fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {

@@ -5,32 +5,13 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::driver::DriverCode;
 
-use sublet_coordinator::{Coordinator, Options, Outcome, Report, Trouble};
+use sublet_coordinator::{Coordinator, Options, Outcome, Trouble};
 use sublet_protocol::checkpoints::{Call, CheckpointError, Checkpointer, ProcessState};
 use sublet_protocol::scope::Scope;
 use sublet_protocol::transport::poll_until;
 use sublet_protocol::wire::{FailureKind, MemberState, Phase};
 use sublet_stage::fake::{World, options, quiet, tenant};
-use sublet_stage::script::{Fault, Script};
-
-const PAUSE: [Phase; 5] =
-    [Phase::CloseGate, Phase::Drain, Phase::Prepare, Phase::Release, Phase::Verify];
-const RESUME: [Phase; 4] = [Phase::Create, Phase::Restore, Phase::Import, Phase::Activate];
-
-fn active() -> Script {
-    Script::new(MemberState::Active)
-}
-
-fn paused() -> Script {
-    Script::new(MemberState::Paused)
-}
-
-fn report(outcome: Outcome) -> Report {
-    match outcome {
-        Outcome::Completed(report) => *report,
-        Outcome::AlreadyPaused { .. } | Outcome::AlreadyActive => panic!("{outcome:?}"),
-    }
-}
+use sublet_stage::script::{Fault, PAUSE, RESUME, Script, active, paused, report};
 
 /// The driver's part, of one process.
 #[derive(Debug)]

@@ -6,18 +6,10 @@ use std::path::Path;
 use sublet_keep::map::{TENANT_MAP, TenantMap};
 use sublet_keep::save;
 use sublet_stage::fake::{Line, World, options, quiet, tenant};
-use sublet_stage::script::{Fault, Script};
+use sublet_stage::script::{Fault, Script, active, paused};
 use tenants::coordinator::{Coordinator, Interrupt, Options, Trouble};
 use tenants::identity::MemberId;
 use tenants::wire::{FailureKind, MemberState, Phase};
-
-fn active() -> Script {
-    Script::new(MemberState::Active)
-}
-
-fn paused() -> Script {
-    Script::new(MemberState::Paused)
-}
 
 fn saved(script: Script, saved_bytes: Option<u64>) -> Script {
     Script { saved_bytes, ..script }
