@@ -290,3 +290,24 @@ fn two_that_need_more_than_half_each_change_places_once_a_round_and_not_more() {
     // Of six seconds a round, five are work and one is the switch, which was waited for as long as it takes.
     assert!(world.switching_us * 4 <= world.now_us, "{} of {}", world.switching_us, world.now_us);
 }
+
+#[test]
+fn one_that_is_switched_in_no_time_keeps_its_gpu_for_as_long_as_those_that_wait_for_it_will() {
+    let job = |base, more, [pause_us, resume_us, work_us, think_us]: [u64; 4]| Job {
+        base,
+        more,
+        cost: Cost { pause_us, resume_us, is_measured: true },
+        work_us,
+        think_us,
+    };
+    let mut world = World::new(&[
+        job(17, 37, [1_000, 1_000, 3 * SECOND / 2, 1]),
+        job(37, 10, [952_019, 975_695, 18_512_870, 2_268_053]),
+        job(13, 41, [1_009_105, 366_118, 9_441_156, 5_393_401]),
+        job(40, 42, [1_780_814, 1_688_295, 5_807_398, 16_783_724]),
+    ]);
+    world.run(1200 * SECOND);
+    let rounds: Vec<_> = world.tenants.iter().map(|tenant| tenant.rounds).collect();
+    // Each round of the first is done in one turn, as those of the others are, and not in fifteen.
+    assert!(rounds.iter().all(|one| *one >= 20), "{rounds:?}");
+}
