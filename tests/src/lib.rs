@@ -30,7 +30,7 @@ mod trouble;
 pub use child::Ran;
 pub use files::Files;
 pub use job::{Job, JobOptions};
-pub use random::Random;
+pub use random::{Random, seed};
 pub use rank::{Answer, Rank};
 pub use spmd::{Spmd, SpmdOptions};
 pub use stage::{MIB, Stage, statistic};

@@ -2,29 +2,29 @@
 
 #![expect(clippy::print_stdout, reason = "a failed test shows the seed that repeats it")]
 
-use std::time::{SystemTime, UNIX_EPOCH};
+/// The seed of a run: `SUBLET_TEST_SEED`, which `cargo xtask test` sets, or a fresh one. It is printed.
+#[must_use]
+pub fn seed() -> u64 {
+    let given = std::env::var("SUBLET_TEST_SEED").ok().and_then(|text| text.parse().ok());
+    let seed = given.unwrap_or_else(|| fastrand::u64(..1 << 40));
+    println!("SUBLET_TEST_SEED={seed}");
+    seed
+}
 
-use crate::Outcome;
-
-/// Numbers that look random. A run is repeated by giving its seed in `SUBLET_TEST_SEED`.
+/// Numbers that look random, from [`seed`].
 #[derive(Debug)]
-pub struct Random(u64);
+pub struct Random(fastrand::Rng);
 
 impl Random {
-    /// From `SUBLET_TEST_SEED`, or the clock; says which.
-    pub fn new() -> Outcome<Self> {
-        let given = std::env::var("SUBLET_TEST_SEED").ok().and_then(|text| text.parse().ok());
-        let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
-        let seed = given.unwrap_or(u64::from(now.subsec_nanos()));
-        println!("SUBLET_TEST_SEED={seed}");
-        Ok(Self(seed))
+    /// The first of them is the same for the same seed.
+    #[expect(clippy::new_without_default, reason = "it prints")]
+    #[must_use]
+    pub fn new() -> Self {
+        Self(fastrand::Rng::with_seed(seed()))
     }
 
     /// The next, less than `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % limit
+        self.0.u64(..limit)
     }
 }

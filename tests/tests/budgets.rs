@@ -242,7 +242,7 @@ fn what_is_paused_does_not_count_and_comes_back_within_the_budget() -> Outcome {
 fn processes_that_take_and_free_at_once_never_hold_more_and_leave_nothing_counted() -> Outcome {
     const UNIT: u64 = 2 * MIB;
     let stage = Stage::new(&CAPACITIES)?;
-    let mut random = Random::new()?;
+    let mut random = Random::new();
     let options = ["--budget", "0=48MiB"];
     let start = || stage.hoard("infer", &options, &[]);
     let mut all = vec![(start()?, Vec::new()), (start()?, Vec::new()), (start()?, Vec::new())];

@@ -387,7 +387,7 @@ fn a_borrower_hands_on_no_handle_of_what_it_has_open() -> Outcome {
 #[test]
 fn buckets_go_through_beside_pauses_of_either_side_at_random_instants() -> Outcome {
     let mut pair = pair_with(&PATIENT)?;
-    let mut random = Random::new()?;
+    let mut random = Random::new();
     pair.infer.say(&format!("trade 7 {}", pair.handle))?;
     for turn in 0..150_u32 {
         let (first, second) = match random.below(3) {

@@ -27,7 +27,7 @@ fn survives(options: &SpmdOptions, flags: &[&str]) -> Outcome {
     let pauses_max = given.unwrap_or(PAUSES_MAX).max(PAUSES_MAX);
     let mut options = options.clone();
     options.steps = options.steps * pauses_max / PAUSES_MAX;
-    let mut random = Random::new()?;
+    let mut random = Random::new();
     let job = |options: &SpmdOptions| paused(&stage, options, flags, pauses_max, &mut random);
     options.paused_often(PAUSES_MIN, job)
 }

@@ -54,7 +54,7 @@ fn wait(random: &mut Random, limit_ms: u64) {
 /// The job gives the same when NCCL's memory leaves at random instants, and stays away for a while, as when it stays.
 fn survives(mode: &'static str, ranks: usize, steps: u32) -> Outcome {
     let stage = Stage::new(&CAPACITIES)?;
-    let (mut random, mut were_empty) = (Random::new()?, true);
+    let (mut random, mut were_empty) = (Random::new(), true);
     let job = |options: &SpmdOptions| paused(&stage, options, &mut random, &mut were_empty);
     SpmdOptions::new(mode, ranks, steps).paused_often(PAUSES_MIN, job)?;
     // The ranks of that job meet between two communicators more often than within one.
@@ -231,7 +231,7 @@ fn a_command_that_is_killed_in_the_middle_leaves_a_job_that_goes_on() -> Outcome
     let stage = Stage::new(&CAPACITIES)?;
     let options = SpmdOptions::new("tensor", 4, 300);
     let wanted = Spmd::start(&stage, &options.plain())?.finish()?;
-    let mut random = Random::new()?;
+    let mut random = Random::new();
     let job = Spmd::start(&stage, &options)?;
     for turn in 0..8 {
         let action = if turn % 2 == 0 { "pause" } else { "resume" };

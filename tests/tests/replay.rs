@@ -21,7 +21,7 @@ const END_TIMEOUT: Duration = Duration::from_mins(2);
 /// Pauses at instants of a seed, in steps that end and make communicators.
 fn survives(ranks: usize) -> Outcome {
     let stage = Stage::new(&[CAPACITY_BYTES])?;
-    let mut random = Random::new()?;
+    let mut random = Random::new();
     let steps = STEPS.to_string();
     let arguments = [&ARGUMENTS[..], &["--steps", &steps]].concat();
     let environment = [("COMMUNICATORS", COMMUNICATORS)];

@@ -30,6 +30,5 @@ fn pauses_of_up_to_64_processes_that_work_fail_and_die_lose_nothing() -> Outcome
 /// The seed is in the output of a failure.
 #[test]
 fn pauses_with_a_fresh_seed_lose_nothing() -> Outcome {
-    let seed = fastrand::u64(..);
-    simulate(&with_seed(seed, 50, 8))
+    simulate(&with_seed(sublet_tests::seed(), 50, 8))
 }

@@ -19,9 +19,9 @@ const TIMEOUT: Duration = Duration::from_mins(4);
 #[expect(clippy::print_stdout, reason = "a failure shows the seed that repeats it")]
 #[test]
 fn programs_that_wander_keep_their_contents_and_can_always_be_paused_in_the_end() -> Outcome {
-    let read = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
-    let first = read("SUBLET_TEST_SEED").unwrap_or_else(|| fastrand::u64(0..1 << 40));
-    for seed in first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(3) {
+    let first = sublet_tests::seed();
+    let rounds = std::env::var("SUBLET_TEST_ROUNDS").ok().and_then(|text| text.parse().ok());
+    for seed in first..first + rounds.unwrap_or(3) {
         println!("SUBLET_TEST_SEED={seed}");
         wander(seed)?;
     }

@@ -1,6 +1,7 @@
 //! `test` and `lint`: every stage that needs no GPU.
 
 use std::path::Path;
+use std::process::Command;
 
 use crate::build::Built;
 use crate::stages::Stages;
@@ -92,7 +93,20 @@ fn rust_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> 
     };
     command.args(["--workspace", "--all-features", "--no-fail-fast"]);
     built.export(&mut command);
+    seed(workspace, &mut command);
     process::stream(command, is_rust_summary, lines)
+}
+
+/// Gives random tests a seed that is the tree's, unless the caller set one: one commit gives one result, and the next one tries other numbers.
+fn seed(workspace: &Workspace, command: &mut Command) {
+    let tree = process::output(workspace.command("git").args(["rev-parse", "HEAD^{tree}"]));
+    let digits = tree.ok().and_then(|tree| tree.get(..10).map(str::to_owned));
+    let seed = digits.and_then(|digits| u64::from_str_radix(&digits, 16).ok()).unwrap_or(1);
+    for name in ["SUBLET_TEST_SEED", "PROPTEST_RNG_SEED"] {
+        let seed = std::env::var(name).unwrap_or_else(|_| seed.to_string());
+        println!("{name}={seed}");
+        command.env(name, seed);
+    }
 }
 
 fn doc_tests(workspace: &Workspace, built: &Built, lines: &mut Vec<String>) -> Outcome {

@@ -439,18 +439,17 @@ impl World {
     }
 }
 
-/// The last of the seeds is another at each run. `SUBLET_TEST_SEED` repeats one, and `SUBLET_TEST_ROUNDS` makes more of them.
+/// The last of the seeds is `SUBLET_TEST_SEED`, which `cargo xtask test` sets, or another at each run. `SUBLET_TEST_ROUNDS` makes more of them.
 #[expect(clippy::print_stdout, reason = "a failure shows the seed that repeats it")]
 #[test]
 fn any_ways_of_pausing_lose_no_byte_of_what_is_paged() {
     let read = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let seeds: Vec<_> = if let Some(first) = read("SUBLET_TEST_SEED") {
-        (first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(1)).collect()
-    } else {
+    let first = read("SUBLET_TEST_SEED").unwrap_or_else(|| {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock that is right");
-        SEEDS.into_iter().chain([u64::from(since.subsec_nanos())]).collect()
-    };
-    for seed in seeds {
+        u64::from(since.subsec_nanos())
+    });
+    let more = first..first + read("SUBLET_TEST_ROUNDS").unwrap_or(1);
+    for seed in SEEDS.into_iter().chain(more) {
         println!("SUBLET_TEST_SEED={seed}");
         on_a_thread(move || {
             let mut world = World::new(seed);
