@@ -12,8 +12,9 @@ use vmm_pool::driver::{DeviceOrdinal, Driver, DriverCode};
 use vmm_pool::gate::Gate;
 use vmm_pool::{PoolError, PoolResult};
 
-use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue, never};
-use super::{SwitchOptions, signals};
+use super::SwitchOptions;
+use super::queue::{AGAIN_AFTER, AGAIN_AFTER_MAX, CallsOff, Queue};
+use super::signals::{self, HeldBack};
 use crate::decision::scene::Wish;
 use tenants::checkpoints::Checkpointer;
 use tenants::class::TurnSettings;
@@ -22,7 +23,7 @@ use tenants::cut::Cut;
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::member::Member;
-use tenants::run_dir::{RunDir, RunDirError, pause_thread};
+use tenants::run_dir::{RunDir, RunDirError};
 use tenants::wire::MemberState;
 
 /// The number of failures in a row, with room by all figures, after which an allocation is refused.
@@ -94,16 +95,19 @@ pub fn wait_for_room<D: Driver, T, E>(
     let waits = member.cut().wait_for_memory_since(began);
     let (run_dir, tenant, wish) =
         (member.presence().run_dir(), member.presence().tenant(), Wish::Memory(wants));
-    signals::forget();
+    let _held_back = HeldBack::begin();
     let has_left = || member.presence().has_left() || signals::has_come();
     let calls_off = CallsOff::when(&has_left);
     let entered = Queue::enter(run_dir, tenant, wish, wait, calls_off);
     drop(waits);
     let why = match entered {
-        Ok(mut queue) => match try_again(member, &mut queue, (wait, began), is_full, make) {
-            Ok(done) => return done,
-            Err(why) => why,
-        },
+        Ok(mut queue) => {
+            let make = || signals::let_in(&mut make);
+            match try_again(member, &mut queue, (wait, began), is_full, make) {
+                Ok(done) => return done,
+                Err(why) => why,
+            }
+        }
         Err(error) => chain(&error),
     };
     // No tenant could be paused in time, so the application got out of memory. The tenants in the way follow.
@@ -256,15 +260,16 @@ impl Newcomer<'_> {
     pub fn with_room(&self, mut make: impl FnMut() -> bool) -> Result<(), String> {
         let wish = Wish::Context(self.gpu.clone());
         let (run_dir, deadline) = (self.run_dir, Instant::now() + self.wait);
-        let calls_off = CallsOff::when(&never);
+        let _held_back = HeldBack::begin();
+        let calls_off = CallsOff::when(&signals::has_come);
         let mut queue = Queue::enter(run_dir, self.tenant, wish, self.wait, calls_off)
             .map_err(|error| chain(&error))?;
         let options =
             SwitchOptions { checkpointer: self.checkpointer.clone(), ..SwitchOptions::default() };
         let mut again_after = AGAIN_AFTER;
         loop {
-            let why = match queue.wait_and_go(&options, &never, &mut |_| {}) {
-                Ok(_) if make() => return Ok(()),
+            let why = match queue.wait_and_go(&options, &signals::has_come, &mut |_| {}) {
+                Ok(_) if signals::let_in(&mut make) => return Ok(()),
                 Ok(_) => "others took what was made free".to_owned(),
                 Err(error @ Trouble::Undone { .. }) => chain(&error),
                 Err(error) => return Err(chain(&error)),
@@ -273,7 +278,7 @@ impl Newcomer<'_> {
             if left.is_zero() {
                 return Err(why);
             }
-            pause_thread(again_after.min(left));
+            signals::wait(&mut [], again_after.min(left));
             again_after = (again_after * 2).min(AGAIN_AFTER_MAX);
         }
     }

@@ -4,6 +4,7 @@
 //! for memory comes back when a signal has come that asks the program to stop.
 
 use std::cell::Cell;
+use std::fs;
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -17,17 +18,70 @@ const STOPS: [Signal; 3] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
 
 thread_local! {
     static HAS_COME: Cell<bool> = const { Cell::new(false) };
+    /// The signals that [`HeldBack`] keeps from this thread.
+    static HELD: Cell<Option<SigSet>> = const { Cell::new(None) };
+}
+
+/// Keeps the signals that ask the program to stop, and that a handler of the program's takes, from its main thread while that does not wait. So none
+/// comes between two waits, where nobody would see it.
+pub(crate) struct HeldBack;
+
+impl HeldBack {
+    /// A wait begins: what ended the one before is over.
+    pub(crate) fn begin() -> Self {
+        HAS_COME.set(false);
+        hold();
+        Self
+    }
+}
+
+impl Drop for HeldBack {
+    fn drop(&mut self) {
+        let_go();
+    }
+}
+
+/// Does what may take as long as a call of the program's own: signals come as ever meanwhile.
+pub(crate) fn let_in<T>(deed: impl FnOnce() -> T) -> T {
+    let is_held = HELD.get().is_some();
+    let_go();
+    let done = deed();
+    if is_held {
+        hold();
+    }
+    done
+}
+
+fn hold() {
+    if is_main() {
+        let (before, handled) = (mask(), handled());
+        let is_handled = |signal: Signal| handled >> (signal as i32 - 1) & 1 == 1;
+        let stops = STOPS.into_iter();
+        let held = stops.filter(|signal| !before.contains(*signal) && is_handled(*signal));
+        let held: SigSet = held.collect();
+        HELD.set(held.thread_block().is_ok().then_some(held));
+    }
+}
+
+/// Takes what has come meanwhile, and notes that it has.
+fn let_go() {
+    if HELD.get().is_some() {
+        wait(&mut [], Duration::ZERO);
+        HELD.take().map(|held| held.thread_unblock());
+    }
 }
 
 /// Waits until one of `fds` is ready, for `most` at most, and says whether one is. On the program's main thread it also ends when a handler of the
 /// program's has run for a signal that asks it to stop. All other signals have to wait meanwhile, so that a worker's end does not pass for one.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], most: Duration) -> bool {
-    let is_main = gettid() == getpid();
+    let is_main = is_main();
     let mask = is_main.then(|| {
-        let before = SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty());
+        let (before, held) = (mask(), HELD.get().unwrap_or_else(SigSet::empty));
         let mut mask = SigSet::all();
-        for signal in STOPS.into_iter().filter(|signal| !before.contains(*signal)) {
-            mask.remove(signal);
+        for signal in STOPS {
+            if !before.contains(signal) || held.contains(signal) {
+                mask.remove(signal);
+            }
         }
         mask
     });
@@ -42,12 +96,59 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], most: Duration) -> bool {
     }
 }
 
-/// Has a wait of this thread been ended so, since [`forget`]?
+/// Has a wait of this thread been ended so, since [`HeldBack::begin`]?
 pub(crate) fn has_come() -> bool {
     HAS_COME.get()
 }
 
-/// A wait begins: what ended the one before is over.
-pub(crate) fn forget() {
-    HAS_COME.set(false);
+/// Is this the program's main thread? Each thread of our own tests counts as one.
+fn is_main() -> bool {
+    cfg!(test) || gettid() == getpid()
+}
+
+fn mask() -> SigSet {
+    SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty())
+}
+
+/// The signals that handlers of the program's take, as bits; none where that is not known. Others, which may end the program, are never held back.
+fn handled() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    line.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::signal::{SaFlags, SigAction, SigHandler, raise, sigaction};
+
+    use super::*;
+
+    extern "C" fn handle(_: i32) {}
+
+    #[expect(unsafe_code, reason = "a handler as a program has one")]
+    #[test]
+    fn a_signal_that_comes_between_two_waits_ends_the_next() {
+        let handler = SigHandler::Handler(handle);
+        let action = SigAction::new(handler, SaFlags::SA_RESTART, SigSet::empty());
+        // SAFETY: the handler does nothing.
+        unsafe { sigaction(Signal::SIGHUP, &action) }.unwrap();
+
+        let held = HeldBack::begin();
+        assert!(!wait(&mut [], Duration::ZERO) && !has_come());
+        raise(Signal::SIGHUP).unwrap();
+        assert!(!has_come());
+        // Longer than a test may take.
+        assert!(!wait(&mut [], Duration::from_hours(1)) && has_come());
+
+        // A new wait knows nothing of it; one that comes before a call of the program's own is seen too.
+        drop(held);
+        let held = HeldBack::begin();
+        assert!(!has_come());
+        raise(Signal::SIGHUP).unwrap();
+        assert!(let_in(has_come));
+        assert!(!mask().contains(Signal::SIGINT), "nobody takes it");
+        assert!(mask().contains(Signal::SIGHUP));
+        drop(held);
+        assert!(!mask().contains(Signal::SIGHUP));
+    }
 }
