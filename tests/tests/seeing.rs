@@ -16,7 +16,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::stat::Mode;
 use nix::unistd::{Pid, mkfifo};
 use serde_json::Value;
-use sublet_tests::{JobOptions, MIB, Outcome, Stage, Trouble};
+use sublet_tests::{JobOptions, MIB, Outcome, Rank, Stage, Trouble};
 
 const CAPACITIES: [u64; 2] = [128 * MIB; 2];
 const TIMEOUT: Duration = Duration::from_mins(2);
@@ -221,6 +221,21 @@ fn a_process_that_is_stopped_keeps_its_row_with_why_and_what_it_holds() -> Outco
     let stats = stage.sublet(&["stats", "train"])?.succeeded()?.stdout;
     assert!(!stats.contains("no answer"), "{stats}");
     job.exit()
+}
+
+#[test]
+fn the_first_look_at_a_paused_job_that_was_killed_says_that_it_has_ended() -> Outcome {
+    let stage = Stage::new(&CAPACITIES)?;
+    let mut job = stage.job(&JobOptions::new("train", 2))?;
+    stage.sublet(&["pause", "train"])?.succeeded()?;
+    job.ranks.iter_mut().try_for_each(Rank::kill)?;
+    let told = stage.sublet(&["ps"])?.succeeded()?.stderr;
+    assert!(
+        told.contains("tenant 'train' has no live process; what 2 dead processes left"),
+        "{told}"
+    );
+    assert_eq!(stage.sublet(&["ps"])?.succeeded()?.stderr, "");
+    Ok(())
 }
 
 #[test]

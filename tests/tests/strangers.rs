@@ -21,7 +21,7 @@ use tempfile::TempDir;
 use tenants::coordinator::{Coordinator, Options, Outcome as Done};
 use tenants::identity::{FamilyName, TenantName};
 use tenants::member::{Member, MemberConfig};
-use tenants::run_dir::RunDir;
+use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir};
 use tenants::ticket::Ticket;
 use tenants::transport::{Connection, TransportError};
 use tenants::wire::{Reply, Request};
@@ -441,6 +441,31 @@ fn processes_that_have_given_up_root_lend_to_each_other() -> Outcome {
     let mut command = Command::new(&stage.program);
     command.args(["dropped", &user, "fetch"]).arg(&lender.socket);
     assert_eq!(said(command.args([&lender.memory, "announced"]))?, "done 2 descriptors");
+    lender.end()
+}
+
+#[test]
+fn root_sees_the_tenants_of_another_user_who_sees_none_of_roots() -> Outcome {
+    let Some(stage) = Stage::new()? else { return Ok(()) };
+    let sublet = stage.place.path().join("sublet");
+    fs::copy(&Files::from_environment()?.sublet, &sublet)?;
+    let mut command = stranger(&stage.program);
+    // By it root finds the directory.
+    command.arg("lend").env(RUN_DIR_VARIABLE, stage.place.path().join("theirs"));
+    let mut lender = Lender::start(&mut command, &stage, "theirs")?;
+
+    let mut command = Command::new(&sublet);
+    command.args(["ps", "--all-users", "--json"]).env(RUN_DIR_VARIABLE, stage.run_dir.path());
+    let seen = said(&mut command)?;
+    let theirs = format!("\"{OTHER_UID}/train\"");
+    assert!(seen.contains(&theirs) && seen.contains("\"root/train\""), "{seen}");
+    assert!(seen.contains(&format!("\"pid\": {}", lender.child.id())), "{seen}");
+
+    let mut command = stranger(&sublet);
+    command.args(["ps", "--all-users", "--json"]);
+    let refused = said(command.env(RUN_DIR_VARIABLE, stage.place.path().join("theirs")))?;
+    assert!(refused.contains("put sudo before the command"), "{refused}");
+    assert!(!refused.contains("root/train"), "{refused}");
     lender.end()
 }
 

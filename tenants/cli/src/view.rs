@@ -129,6 +129,10 @@ impl View {
                     let left = left_of(&stats, gpus);
                     tenants.push(TenantView { stats, changed_by, silent, left });
                 }
+                // The first look says it, as nothing else does.
+                Err(error @ Trouble::NoProcess { dead: 1.., .. }) if tenant.is_none() => {
+                    complain(&error.to_string());
+                }
                 Err(Trouble::NoSuchTenant { .. } | Trouble::NoProcess { .. })
                     if tenant.is_none() => {}
                 // One that is in disorder is said, and keeps nobody from the others.
