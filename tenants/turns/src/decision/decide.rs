@@ -303,7 +303,12 @@ impl<'a> View<'a> {
             return Hold::WhileItLasts(format!("'{tenant}' ({}) {what}", standing.class));
         }
         let is_higher = class > standing.class;
-        let kept_us = self.kept_us(standing, past.growth, is_higher);
+        let own_us = quantum_us(standing, past.growth);
+        let kept_us = match (is_higher, is_order) {
+            (true, _) => own_us.min(BOUND_US),
+            (false, true) => own_us,
+            (false, false) => own_us.max(self.longest_quantum_us(standing)),
+        };
         let since_us = self.history.since_us(tenant, standing);
         let until_us = since_us.saturating_add(kept_us);
         if until_us <= self.now_us {
@@ -323,20 +328,16 @@ impl<'a> View<'a> {
         Hold::Until(until_us, why)
     }
 
-    /// The time for which a tenant keeps its GPUs: against its own class, no shorter than those that wait for them will. With its own quantum alone, the
-    /// share of a tenant would be in proportion to what switching it takes, and one that is switched in no time would get no work done.
-    fn kept_us(&self, standing: &Standing, growth: u64, is_for_higher: bool) -> u64 {
-        let own_us = quantum_us(standing, growth);
-        if is_for_higher {
-            return own_us.min(BOUND_US);
-        }
-        let others_us = self.scene.waiting.iter().filter_map(|waiting| {
+    /// The longest quantum of those of its class that wait for its GPUs, with its weight. It keeps them for as long as they will: with its own quantum alone,
+    /// the share of a tenant would be in proportion to what switching it takes, and one that is switched in no time would get no work done.
+    fn longest_quantum_us(&self, standing: &Standing) -> u64 {
+        let waiting_us = self.scene.waiting.iter().filter_map(|waiting| {
             let other = self.scene.tenants.get(&waiting.tenant)?;
             let wants = waiting.gpus(other).any(|gpu| standing.held.contains_key(gpu));
             let alike = Standing { cost: other.cost, ..standing.clone() };
             (wants && other.class == standing.class).then(|| quantum_us(&alike, 1))
         });
-        others_us.fold(own_us, u64::max)
+        waiting_us.max().unwrap_or(0)
     }
 
     /// Why `tenant` is not asked to make way now, where it could not be paused.

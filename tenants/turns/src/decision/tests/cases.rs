@@ -322,12 +322,14 @@ fn an_order_goes_first_and_is_held_up_by_nothing_but_a_turn() {
     let order = Waiting { wish: Wish::Order, ..waits("infer") };
     let mut history = History::default();
     history.came(&name("train"), NOW - 1);
+    // Those that wait and are switched slowly are no matter to an order.
+    let cost = Cost { pause_us: 9 * SECOND, resume_us: 9 * SECOND, is_measured: true };
     let tenants = |has_turn| {
         let train = Standing { has_turn, ..active(Class::Guaranteed, 80) };
         [
             ("train", train),
             ("infer", paused(Class::Background, 60)),
-            ("other", paused(Class::Guaranteed, 60)),
+            ("other", Standing { cost, ..paused(Class::Guaranteed, 60) }),
         ]
     };
     let waiting = [waits("other"), order];
