@@ -221,8 +221,8 @@ pub enum Trouble {
         source: Box<Self>,
     },
     /// In a swap, the second tenant could not be resumed, and then the first could not be resumed either. The message
-    /// has both reasons. Both tenants are paused, and nothing is lost. After a swap by tag, both run without that
-    /// memory. The command in the message tries again.
+    /// has both reasons. Nothing is lost. Both tenants are paused; after a swap by tag, only the tags are paused, and
+    /// both tenants run without them. The command in the message tries again.
     #[error(
         "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
         left.subject_first(tenant),

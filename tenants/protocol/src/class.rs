@@ -33,8 +33,8 @@ pub enum Class {
     Guaranteed,
 }
 
-/// The word behind `--class`, or in `SUBLET_TURNS`, is no class. `sublet run` does not start the job. In a variable
-/// that was set in another way, the word counts as not set, and a note says so.
+/// The class in `--class`, or in `SUBLET_TURNS`, is unknown. `sublet run` does not start the job. Without `sublet
+/// run`, the word counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no class: say guaranteed, fair or background")]
 pub struct ClassError {
@@ -62,8 +62,8 @@ impl FromStr for Class {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Weight(NonZeroU32);
 
-/// The number behind `--weight`, or in `SUBLET_TURNS`, is no weight. `sublet run` does not start the job. In a
-/// variable that was set in another way, the number counts as not set, and a note says so.
+/// The weight in `--weight`, or in `SUBLET_TURNS`, is not a number from 1 to the limit. `sublet run` does not start
+/// the job. Without `sublet run`, the number counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no weight: give a number from 1 to {}", Weight::MAX)]
 pub struct WeightError {

@@ -40,8 +40,9 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     };
     let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
     if let Err(error) = thread {
-        // The system gave the process no thread that resumes the tenant at its turn. The job runs on. After another
-        // tenant has used the GPU, run `sublet resume TENANT`. Raise the limit of threads (`ulimit -u`).
+        // The system gave the process no thread that resumes the tenant at its turn. The job runs on. If another
+        // tenant has it paused, run `sublet resume TENANT`. Raise the limit of threads (`ulimit -u`) for the next
+        // start.
         member.notes().add(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));

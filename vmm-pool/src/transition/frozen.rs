@@ -47,8 +47,8 @@ pub enum NotFrozen {
     /// TENANT --deep` again.
     #[error("the gate is not shut behind memory that is away")]
     NotAway,
-    /// The driver was pinning host memory for the next pause until the deadline. The tenant stays paused. `sublet ps`
-    /// shows the end of it; then run `sublet pause TENANT --deep` again.
+    /// The driver was pinning host memory for the next pause until the deadline. The tenant stays paused. When
+    /// `sublet ps` shows no more pinning, run `sublet pause TENANT --deep` again.
     #[error("the driver is still pinning host memory for the next pause")]
     Pinning,
     /// A thread waits for work of another process, or for an event that no process records. In a deep pause the

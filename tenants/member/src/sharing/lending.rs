@@ -176,8 +176,8 @@ impl<D: Driver> Sharing<D> {
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 let tenant = self.presence.tenant();
-                // The owner of shared memory is being paused or resumed. This tenant is unchanged. Resume it again
-                // when the owner runs; `sublet ps` shows it.
+                // The owner of shared memory is being paused or resumed. This tenant is unchanged. When `sublet ps`
+                // shows that the owner runs, resume this tenant again.
                 Err(FailureKind::NotNow.because(format!(
                     "process {PID} of tenant '{tenant}' is {state:?}: a pause or resume of it is under way"
                 )))
