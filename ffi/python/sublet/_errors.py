@@ -30,7 +30,7 @@ class UsageError(Error, ValueError):
     A ``ValueError`` too, as programs catch for wrong arguments.
 
     Attributes:
-        tags: the tags that this process or tenant has, when the call named one that it has not.
+        tags: the known tags, if the call named an unknown one.
     """
 
     def __init__(self, message: str, *, tags: Iterable[str] = ()) -> None:
@@ -41,7 +41,7 @@ class UsageError(Error, ValueError):
 class NotAttachedError(UsageError):
     """This process is not under Sublet: start it with ``sublet run``, or call ``sublet.attach()``.
 
-    Or it is, and has no device memory yet: the message says which.
+    Or it has no device memory yet: the message says which.
     """
 
 
@@ -54,12 +54,12 @@ class RefusedError(Error):
 
 
 class OutOfDeviceMemory(Error):
-    """A device cannot hold what is to come back: free memory there, then make the same call again.
+    """A device cannot hold the memory of a resume: free memory there, then make the same call again.
 
-    What was to come back is still paused, with its contents kept.
+    That memory is still paused, with its contents kept.
 
     Attributes:
-        missing_bytes: how many bytes the device lacks that lacks most; ``None`` when that is not known.
+        missing_bytes: the bytes that the fullest device lacks; ``None`` when that is not known.
         devices: for each device that is short, a dict with ``uuid`` (as in ``sublet.stats()``),
             ``needed_bytes``, ``free_bytes``, ``total_bytes``, ``holders`` (other tenants, each with
             ``tenant``, ``active`` and ``bytes``) and ``outside_bytes`` (held by nobody's tenant).

@@ -1,4 +1,4 @@
-"""What pauses and resumes say of themselves."""
+"""Reports of pauses and resumes."""
 
 from __future__ import annotations
 
