@@ -37,7 +37,7 @@ _WINDOW_BYTES = 1 << 40
 _WAIT_MS = 600_000
 #: What tensors of a span begin at a multiple of, as PyTorch's own allocator has it, and spans too.
 _ALIGNMENT_BYTES = 512
-#: How many blocks are brought in ahead: two hide the copies, and more take frames from those in use.
+#: How many blocks are copied to the GPU ahead: two hide the copies, and more take frames from those in use.
 _BLOCKS_AHEAD = 2
 #: As many frames as the device and the budget give, for `page_open`.
 _WHAT_IS_LEFT = (1 << 64) - 1

@@ -220,7 +220,7 @@ def resume(
     """Brings device memory back to the same addresses, with the contents that were kept.
 
     Without tags on a paused tenant, the memory of the whole pause returns, and tags that had been paused before stay away; on a
-    tenant that runs, all tags of the calling process come back. With tags their memory returns, and a tenant that was
+    tenant that runs, all tags of the calling process return. With tags their memory returns, and a tenant that was
     paused as a whole runs again. Memory that is on the device already counts as a success.
 
     Args:

@@ -207,7 +207,7 @@ class _Item:
         self.place = None
 
     def let_go(self) -> None:
-        """Gives up memory that it was brought to. The copy ends before others use that memory."""
+        """Gives up the device memory that the item was copied to. The copy ends before others use it."""
         if self.arrival is not None:
             with self.device.torch.cuda.stream(self.owner):
                 is_captured = self.device.torch.cuda.is_current_stream_capturing()

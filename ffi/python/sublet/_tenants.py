@@ -63,7 +63,7 @@ class Tenant:
     def pause(
         self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False, leave_lent: bool = False
     ) -> Report:
-        """Pauses the tenant; with tags, that memory of all its processes. The caller's own tenant runs on; another stands still,
+        """Pauses the tenant; with tags, only their memory, in all its processes. The caller's own tenant runs on; another stands still,
         unless it has agreed.
 
         With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
@@ -87,7 +87,7 @@ class Tenant:
         queue: bool = False,
         wait: Optional[float] = None,
     ) -> Report:
-        """Resumes the tenant, however deep it was paused; with tags, that memory of all its processes.
+        """Resumes the tenant, also from a deep pause; with tags, only their memory, in all its processes.
 
         While a device has too little free memory, tries again for ``wait`` seconds, by default not at all. With ``queue``,
         it waits in the queue for the GPUs, ``wait`` seconds at most. Tenants in the way are paused after their quantum. The report has

@@ -156,7 +156,7 @@ class TakeTurns:
             getattr(optimizer, register)(lambda *_: self._moved.stay())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The state comes back."""
+        """The state returns."""
         if self._moves_optimizer:
             optimizer = _unwrapped(kwargs.get("optimizer"))
             self._moved.load(functools.partial(self._home.back, optimizer), _tensors(optimizer))

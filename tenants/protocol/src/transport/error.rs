@@ -37,7 +37,7 @@ pub enum TransportError {
         source: io::Error,
     },
     /// A process obeys only its own user. Nothing was changed. Run all processes of a tenant, and the command, as one
-    /// user.
+    /// user. A process that changes its user (`setuid`) must do so before its first use of a GPU.
     #[error(
         "{peer} runs as user {peer_uid} and this process as {own_uid}: run all processes of a tenant as one user"
     )]
