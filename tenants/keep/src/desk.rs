@@ -106,7 +106,7 @@ impl<D: Driver> Desk for Worker<D> {
         let spilled = spilled.map_err(|error| {
             let failure = pool_failure(&error);
             // Another tenant's pause lacks host memory, and the saved contents of this tenant could not move to a
-            // file to make space. They stay in host memory, and the other pause was refused. Free host memory, or
+            // file to make space. They stay in host memory, and the other pause may be refused. Free host memory, or
             // name a disk with space.
             member.notes().add(format!(
                 "saved contents were to go to a file to make room, and stay in host memory: {failure}"
