@@ -396,7 +396,8 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Sta
     });
     begun.map_err(|error| {
         if let Some(member) = runtime::member() {
-            // The call found no frames for the memory that it names.
+            // A driver call names paged memory, and the pager could not bring it to the GPU. The call failed, and no
+            // contents are lost. Look up the reason that follows: often the frames are too few.
             member.notes().add(format!("{symbol} was refused: {}", chain(&error)));
         }
         code_of(&error).0

@@ -9,21 +9,24 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// The handle or address is not the pool's: the caller should ask the driver itself.
+    /// The handle or address is not of memory that Sublet keeps. Sublet passes the call on to the driver.
     #[error("not memory of the pool")]
     NotOurs,
-    /// The handle was the pool's and has been released.
+    /// The program uses a handle after it has released it. The call failed; nothing was changed.
     #[error("the handle {handle:#x} has been released")]
     StaleHandle { handle: u64 },
-    /// The process is being paused or is paused: its memory is given to nobody until it runs again.
+    /// The process that owns the memory is being paused, or is paused. No memory was given. Try again when that
+    /// process runs.
     #[error(
         "the process that owns the memory is paused, or is being paused: ask again when it runs"
     )]
     Frozen,
-    /// The memory has been given up by a pause of its tag, whose process runs on.
+    /// A call names memory that a pause of its tag has freed. The call failed; nothing was changed. Resume the tag
+    /// first: `sublet resume TENANT --tag TAG`.
     #[error("the memory is away, because tag '{tag}' is paused: resume the tag first")]
     Offloaded { tag: String },
-    /// The processes of a tenant disagree about who owns memory. Nothing was given up.
+    /// The processes of a tenant disagree about which of them owns this memory. The pause was refused, and nothing
+    /// was freed. This is a fault of Sublet.
     #[error(
         "allocation {id:?} is this process's own, and the others take it for nobody's: nothing was given up; this is a \
          fault of Sublet, report it"
@@ -39,13 +42,15 @@ pub enum PoolError {
         #[source]
         source: DriverError,
     },
-    /// The device cannot hold the memory now; nothing was taken.
+    /// The GPU has too little free memory. Nothing was taken: a paused tenant stays paused, with its contents. Pause
+    /// or end what holds the rest; `sublet ps` names it.
     #[error(
         "{device} has {free_bytes} bytes free and {needed_bytes} are needed: free {} more, or wait",
         needed_bytes.saturating_sub(*free_bytes)
     )]
     OutOfDeviceMemory { device: DeviceOrdinal, needed_bytes: u64, free_bytes: u64 },
-    /// The tenant may not hold as much on the device; nothing was taken.
+    /// The tenant would hold more than its budget on this GPU. The allocation failed; nothing was taken. Free memory,
+    /// or raise the budget (`sublet budget TENANT 0=SIZE`).
     #[error(
         "{asked_bytes} bytes on {device} do not fit the budget of {budget_bytes} bytes there, of which the tenant holds \
          {held_bytes}: free {} of them, or raise the budget (sublet budget)",
@@ -58,7 +63,8 @@ pub enum PoolError {
         held_bytes: u64,
         budget_bytes: u64,
     },
-    /// The host cannot hold the contents; nothing was given up.
+    /// The host has too little memory for the contents of this process. The job runs on, and nothing was freed. Free
+    /// host memory, or mark contents that may be lost as `discard`.
     #[error(
         "saving {needed_bytes} bytes needs {grow_bytes} more bytes of host memory, and {available_bytes} are \
          available: free host memory, or mark memory whose contents can go as discard"
@@ -69,7 +75,8 @@ pub enum PoolError {
         grow_bytes: u64,
         available_bytes: u64,
     },
-    /// The system gave no host memory, although by its own figures it has some; nothing was given up.
+    /// The kernel refused host memory that it had called available. The job runs on, and nothing was freed. Raise the
+    /// limit of the process (`ulimit -v`) or of its container.
     #[error(
         "the system refused {size_bytes} bytes of host memory for saved contents ({source}): raise the limit \
          of the process (ulimit -v, or the container's), or mark memory whose contents can go as discard"
@@ -79,7 +86,8 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
-    /// The disk cannot hold the contents of regions with the policy `file`; nothing was given up.
+    /// A region has the policy `file`, and the disk is too small for its contents. The job runs on, and nothing was
+    /// freed. Free the bytes in the message, or name another directory.
     #[error(
         "saving to a file in {} needs {needed_bytes} bytes, and {free_bytes} are free there: free {} more, name a \
          directory on another disk, or mark memory whose contents can go as discard",
@@ -92,7 +100,8 @@ pub enum PoolError {
         /// Bytes that the filesystem has free.
         free_bytes: u64,
     },
-    /// The system did not make, grow or write the file for saved contents; nothing was given up.
+    /// A region has the policy `file`, and the system did not make, grow or write that file. The job runs on, and
+    /// nothing was freed. Free disk space, or raise the limits (quota, `ulimit -f`).
     #[error(
         "{operation} a file for saved contents in {} failed ({size_bytes} bytes at {offset_bytes}: {source}): free \
          disk there, raise its limits (quota, ulimit -f), or name another directory",
@@ -108,7 +117,8 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
-    /// Saved contents could not be read back. The file stays as it is, and with it what it holds.
+    /// The disk could not read the saved contents. The tenant stays paused, and the file stays unchanged. The
+    /// contents are nowhere else. Repair the disk, then run `sublet resume TENANT`.
     #[error(
         "reading {size_bytes} bytes at {offset_bytes} of the file for saved contents in {} failed ({source}): see to \
          that disk, then resume again; the contents are nowhere else",
@@ -122,7 +132,8 @@ pub enum PoolError {
         #[source]
         source: std::io::Error,
     },
-    /// Saved contents were read back, and are not what was written. The file stays as it is.
+    /// The disk returned other bytes than Sublet had written. The tenant stays paused, and the file stays unchanged.
+    /// The contents are nowhere else. `sublet save TENANT DIR` writes the rest to files. Then end the job.
     #[error(
         "{size_bytes} bytes at {offset_bytes} of the file for saved contents in {} are not what was written there: that \
          disk has lost them, or somebody has changed them. The contents are nowhere else: nothing of them is given to \
@@ -135,7 +146,8 @@ pub enum PoolError {
         offset_bytes: u64,
         size_bytes: u64,
     },
-    /// A peer's memory that this process maps did not arrive. The owner's own failure gives the reason.
+    /// The process that owns the shared memory did not send it. This tenant stays paused. The owner's own failure
+    /// gives the reason: look at its log.
     #[error("no descriptor arrived for the imported allocation at {address} ({size_bytes} bytes)")]
     MissingImport {
         /// First address it is mapped at.

@@ -172,8 +172,8 @@ pub struct Pass<'a> {
     _of_this_thread: PhantomData<*const ()>,
 }
 
-/// Calls did not come out in time, such as a copy behind a long kernel; the gate is open again. Pause between steps,
-/// or with a longer `--timeout`.
+/// A driver call blocks for long, such as a copy that waits for a long kernel. The pause was undone, and the job
+/// runs. Pause between two steps, or with a longer `--timeout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{inside} threads were still inside driver calls after {waited_ms} ms")]
 pub struct StillInside {

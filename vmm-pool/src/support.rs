@@ -9,19 +9,20 @@ pub const VERSION_MIN: DriverVersion = DriverVersion(12_000);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unsupported {
-    /// The driver is too old.
+    /// The driver is too old for Sublet. The message has both versions. Update the driver.
     #[error("the driver speaks CUDA {found}, older than {VERSION_MIN}: update it")]
     TooOld {
         /// Its version.
         found: DriverVersion,
     },
-    /// A device cannot place memory at chosen addresses.
+    /// This GPU cannot place memory at chosen addresses, so a resume could not keep them. Hide it with
+    /// `CUDA_VISIBLE_DEVICES`.
     #[error("{device} has no virtual memory management: hide it with CUDA_VISIBLE_DEVICES")]
     NoVirtualMemory {
         /// The device that lacks it.
         device: DeviceOrdinal,
     },
-    /// The driver did not answer.
+    /// The driver refused a question about its features. Its code follows. `sublet doctor` checks the driver.
     #[error("the driver cannot be asked what it offers: {0}")]
     Driver(#[from] DriverError),
 }

@@ -54,7 +54,8 @@ pub enum PagedRegionError {
     /// The tag is none, or has other contents.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The window is about to end, and somebody has memory of it.
+    /// The program closes a window of paged memory that still has memory in it. The window stays open. In C, free all
+    /// of it (`cuMemFree`, `sublet_page_free`), then call `sublet_page_close`.
     #[error(
         "memory lies in this window, which tag '{tag}' has: free all of it before the window is closed"
     )]
@@ -62,7 +63,8 @@ pub enum PagedRegionError {
         /// The tag.
         tag: String,
     },
-    /// The tag has a window on this device. In Python, call `sublet.set_frames`.
+    /// A tag has one window on each GPU, and this one exists already. Nothing was changed. In Python, call
+    /// `sublet.set_frames(TAG, SIZE)` to change its size.
     #[error("memory of tag '{tag}' on {device} has a window already: change its frames instead")]
     Twice {
         /// The tag.

@@ -1,4 +1,4 @@
-"""Sublet: GPU jobs share devices by turns.
+"""Sublet: GPU jobs take turns on devices.
 
 Pausing gives device memory back to the driver; resuming brings it back to the same addresses with the
 same contents. Start a program with ``sublet run --tenant NAME -- python train.py`` (or

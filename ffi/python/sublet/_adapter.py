@@ -1,4 +1,4 @@
-"""What the package asks of PyTorch, when the program uses it."""
+"""Questions of the package to PyTorch, in programs that use PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def torch_adapter() -> Optional[ModuleType]:
 
 
 def reserved_bytes() -> dict[int, int]:
-    """What PyTorch has from the driver, by device; asks nothing of a PyTorch that has used no device."""
+    """Bytes that PyTorch has from the driver, by device. A PyTorch that has used no device is not asked."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return {}
@@ -84,5 +84,5 @@ def answer_pauses(library: Library) -> None:
 
 
 def answer_later_pauses(library: Library) -> None:
-    """The same of a PyTorch that may not have looked for devices yet: that would keep its forked children from using them."""
+    """The same, for a PyTorch that may not have looked for devices yet: a look keeps its forked children from using devices."""
     _questions.answer_from_now_on(library)

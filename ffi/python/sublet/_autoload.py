@@ -1,4 +1,4 @@
-"""What happens at the end of `import torch` in an environment that has this package: PyTorch calls what packages offer for
+"""Work at the end of `import torch` in an environment that has this package: PyTorch calls what packages offer for
 ``torch.backends``. A program under ``sublet run`` needs no line of its own for it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much GPU memory a tenant may hold: shown, and changed while its processes run."""
+"""Budgets: shown, and changed while the tenant's processes run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def budget(budget: Optional[Budget] = None) -> dict[str, Any]:
     """How much GPU memory the tenant of this process may hold; with ``budget``, changes it.
 
     A budget is of all processes of the tenant together, and of each GPU by itself. A change counts at
-    once. Less than is held takes nothing away: new allocations then fail as if memory were used up,
-    until it fits.
+    once. A budget below the memory in use takes nothing away: new allocations fail as out of memory until they fit.
 
     Args:
         budget: ``"40GiB"`` for every GPU, ``"0=40GiB,1=none"`` or ``{0: "40GiB", 1: "none"}`` for GPUs by
@@ -50,7 +49,7 @@ def budget(budget: Optional[Budget] = None) -> dict[str, Any]:
         ``outcome``: ``"completed"``, or ``"partial"`` when there are such.
 
     Raises:
-        UsageError: it is no budget, or the tenant has no process with device memory yet.
+        UsageError: the budget is not valid, or the tenant has no process with device memory yet.
         NotAttachedError: this process is not under Sublet.
 
     Blocks for moments, without the interpreter lock.

@@ -17,10 +17,10 @@ _NOT_UNDERSTOOD = 2
 
 
 def run(action: str, *arguments: str, timeout_ms: int = 0, done: Optional[list[str]] = None) -> dict[str, Any]:
-    """Runs the command, and returns the halves or the one report of its document as the library would have them.
+    """Runs the command, and returns its report, or both halves of a swap, in the library's form.
 
-    Blocks until the command ends, which has a limit for each of its phases. A Ctrl-C calls it off; where it is too late for that, ``done``
-    has what the command said.
+    Blocks until the command ends, which has a limit for each of its phases. Ctrl-C calls the command off. If that comes
+    too late, ``done`` has its output.
 
     Raises:
         UsageError, RetryError, RefusedError, OutOfDeviceMemory, OutOfHostMemory, LostError: as the command said.

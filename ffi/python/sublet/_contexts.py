@@ -20,7 +20,7 @@ else:
                 raise
 
     def context(function: Callable[..., Any]) -> Callable[..., Any]:
-        """``contextlib.contextmanager``, but that the generator ends whenever ``__enter__`` raises."""
+        """Like ``contextlib.contextmanager``, except that the generator also ends if ``__enter__`` raises."""
 
         @functools.wraps(function)
         def made(*args: Any, **kwargs: Any) -> _Context:

@@ -30,7 +30,7 @@ class UsageError(Error, ValueError):
     A ``ValueError`` too, as programs catch for wrong arguments.
 
     Attributes:
-        tags: the tags that this process or tenant has, when the call named one that it has not.
+        tags: the known tags, if the call named an unknown one.
     """
 
     def __init__(self, message: str, *, tags: Iterable[str] = ()) -> None:
@@ -41,7 +41,7 @@ class UsageError(Error, ValueError):
 class NotAttachedError(UsageError):
     """This process is not under Sublet: start it with ``sublet run``, or call ``sublet.attach()``.
 
-    Or it is, and has no device memory yet: the message says which.
+    Or it has no device memory yet: the message says which.
     """
 
 
@@ -54,12 +54,12 @@ class RefusedError(Error):
 
 
 class OutOfDeviceMemory(Error):
-    """A device cannot hold what is to come back: free memory there, then make the same call again.
+    """A device cannot hold the memory of a resume: free memory there, then make the same call again.
 
-    What was to come back is still paused, with its contents kept.
+    That memory is still paused, with its contents kept.
 
     Attributes:
-        missing_bytes: how many bytes the device lacks that lacks most; ``None`` when that is not known.
+        missing_bytes: the bytes that the fullest device lacks; ``None`` when that is not known.
         devices: for each device that is short, a dict with ``uuid`` (as in ``sublet.stats()``),
             ``needed_bytes``, ``free_bytes``, ``total_bytes``, ``holders`` (other tenants, each with
             ``tenant``, ``active`` and ``bytes``) and ``outside_bytes`` (held by nobody's tenant).
@@ -106,27 +106,18 @@ def from_code(what: str, code: int, message: str, report: Optional[str]) -> Erro
     """
     fields: dict[str, Any] = json.loads(report) if report else {}
     # ncclPause and ncclResume return codes of NCCL's; the report has ours.
-    code = fields.get("code") or code
-    text = f"{what}: {fields.get('message') or message or f'failed with code {code}'}"
-    if code == ERROR_ARGUMENT:
-        return UsageError(text, tags=fields.get("tags") or ())
-    if code == ERROR_NOT_JOINED:
-        return NotAttachedError(text)
-    if code == ERROR_RETRY:
-        return RetryError(text)
-    missing_bytes = fields.get("missing_bytes")
-    if code == ERROR_OUT_OF_DEVICE_MEMORY:
-        devices = fields.get("devices") or ()
-        return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
-    if code == ERROR_OUT_OF_HOST_MEMORY:
-        return OutOfHostMemory(text, missing_bytes=missing_bytes)
-    if code == ERROR_LOST:
-        return LostError(text)
-    return RefusedError(text)
+    return _made(what, fields.get("code") or code, fields.get("message") or message, fields)
 
 
-#: Words of the command's documents that mean that the call is wrong.
-_WRONG_CALL = ("usage", "no-such-tenant", "unknown-tag")
+#: Numbers of the words of the command's documents, as ``Code::number`` in Rust has them. All others say whether a try can succeed later.
+_NUMBERS = {
+    "usage": ERROR_ARGUMENT,
+    "no-such-tenant": ERROR_ARGUMENT,
+    "unknown-tag": ERROR_ARGUMENT,
+    "gpu-full": ERROR_OUT_OF_DEVICE_MEMORY,
+    "host-full": ERROR_OUT_OF_HOST_MEMORY,
+    "lost": ERROR_LOST,
+}
 
 
 def from_document(what: str, document: dict[str, Any]) -> Error:
@@ -136,17 +127,23 @@ def from_document(what: str, document: dict[str, Any]) -> Error:
         what: the operation, such as ``"pause"``.
         document: what the command printed with ``--json``: its fields ``error``, ``code`` and ``retryable``.
     """
-    text, code = f"{what}: {document.get('error')}", document.get("code")
-    if code in _WRONG_CALL:
-        return UsageError(text)
-    if code == "gpu-full":
-        devices, missing_bytes = document.get("shortages") or (), document.get("missing_device_bytes")
-        return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=devices)
-    if code == "host-full":
-        return OutOfHostMemory(text)
-    if code == "lost":
-        return LostError(text)
-    return RetryError(text) if document.get("retryable") else RefusedError(text)
+    code = _NUMBERS.get(document.get("code") or "", ERROR_RETRY if document.get("retryable") else 0)
+    fields = {"devices": document.get("shortages"), "missing_bytes": document.get("missing_device_bytes")}
+    return _made(what, code, document.get("error") or "", fields)
+
+
+def _made(what: str, code: int, message: str, fields: dict[str, Any]) -> Error:
+    """The exception for a number of ``libsublet.so``."""
+    text = f"{what}: {message or f'failed with code {code}'}"
+    missing_bytes = fields.get("missing_bytes")
+    if code == ERROR_ARGUMENT:
+        return UsageError(text, tags=fields.get("tags") or ())
+    if code == ERROR_OUT_OF_DEVICE_MEMORY:
+        return OutOfDeviceMemory(text, missing_bytes=missing_bytes, devices=fields.get("devices") or ())
+    if code == ERROR_OUT_OF_HOST_MEMORY:
+        return OutOfHostMemory(text, missing_bytes=missing_bytes)
+    kinds: dict[int, type[Error]] = {ERROR_NOT_JOINED: NotAttachedError, ERROR_RETRY: RetryError, ERROR_LOST: LostError}
+    return kinds.get(code, RefusedError)(text)
 
 
 def missing_function(name: str, version: str) -> RefusedError:

@@ -1,4 +1,4 @@
-"""Which libsublet.so there is: in this process, and in the package."""
+"""The libsublet.so of this process, and that of the package."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Loaded:
         return self._opened if self._report is not None else None
 
     def any(self) -> Library:
-        """A library to speak to other processes with; until an attach it stands in nobody's way."""
+        """A library that speaks to other processes. Before an attach it intercepts nothing."""
         library = self.own()
         if library is not None:
             return library
@@ -130,7 +130,7 @@ def attach(tenant: Optional[str] = None, family: Optional[str] = None) -> Attach
             ``SUBLET_FAMILY`` says.
 
     Raises:
-        UsageError: this process belongs to another tenant or family, or a name is none.
+        UsageError: this process belongs to another tenant or family, or a name is not valid.
         RefusedError: libraries that are loaded already cannot be brought under Sublet.
 
     Safe from any thread. Does not block on other processes.
@@ -169,7 +169,7 @@ def own_library() -> Library:
 
 
 def own_tenant() -> str:
-    """The tenant that this process was told to be of.
+    """The tenant that this process was started for.
 
     Raises:
         NotAttachedError: this process is not under Sublet.
@@ -189,7 +189,7 @@ def any_library() -> Library:
 
 
 def command(library: Library, name: str, done: Optional[list[str]] = None, **fields: object) -> dict[str, Any]:
-    """What ``library`` reports of the command of this name of ``sublet_command``. ``done`` has the report before any signal is handled."""
+    """The report of ``library`` about this command of ``sublet_command``. ``done`` has the report before any signal is handled."""
     report: dict[str, Any] = json.loads(library.command(name.partition("_")[0], json.dumps({name: fields}), done))
     return report
 
@@ -225,7 +225,7 @@ def _carried(name: str) -> str:
 
 
 def preload_with(others: str) -> str:
-    """What ``LD_PRELOAD`` is for the package's library to come before the entries of ``others``.
+    """A value of ``LD_PRELOAD`` with the package's library before the entries of ``others``.
 
     Raises:
         UsageError: the library's path cannot be preloaded, because it holds a blank or a colon.

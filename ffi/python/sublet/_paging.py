@@ -1,6 +1,6 @@
-"""Optimizers whose state is on the device by turns, and in host memory otherwise.
+"""Optimizers whose state lives in host memory and comes to the GPU in parts.
 
-The library sees its uses at launches, and brings what is announced ahead of them.
+The library sees uses of the state at launches, and copies announced parts to the GPU before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WINDOW_BYTES = 1 << 40
 _WAIT_MS = 600_000
 #: What tensors of a span begin at a multiple of, as PyTorch's own allocator has it, and spans too.
 _ALIGNMENT_BYTES = 512
-#: How many blocks are brought in ahead: two hide the copies, and more take frames from those in use.
+#: How many blocks are copied to the GPU ahead: two hide the copies, and more take frames from those in use.
 _BLOCKS_AHEAD = 2
 #: As many frames as the device and the budget give, for `page_open`.
 _WHAT_IS_LEFT = (1 << 64) - 1
@@ -89,7 +89,7 @@ class _Block:
         return self.span if self.tensors else None
 
     def begin_pass(self) -> None:
-        """Nothing is there, and it has not stepped."""
+        """No gradient exists, and the block has not stepped."""
         self.ready.clear()
         self.has_stepped = False
 
@@ -187,7 +187,7 @@ class _Paged:
             )
 
     def set_frames(self, frames: int) -> None:
-        """From now on so many bytes."""
+        """Sets the size from now on."""
         self._refuse_too_few(frames)
         self._library.page_set_frames(self.pager, frames, _WAIT_MS)
 
@@ -308,7 +308,7 @@ class _Paged:
     # Steps.
 
     def step_block(self, block: _Block) -> None:
-        """Has the optimizer's own step run for the block's parameters, where they have gradients."""
+        """Runs the optimizer's own step for the block's parameters that have gradients."""
         optimizer = self._optimizer()
         params = [(number, param) for number, param in block.params if param.grad is not None]
         if optimizer is None or not params:
@@ -365,19 +365,19 @@ class _Paged:
         return loss
 
     def begin_pass(self) -> None:
-        """What a pass has left is forgotten: it has ended, or failed half-way."""
+        """Forgets the rest of the last pass, which has ended or failed."""
         self._order = []
         for block in self._blocks:
             block.begin_pass()
 
     def show_gradients(self) -> None:
-        """Those that are gone are none, as a program has it behind ``zero_grad``."""
+        """Freed gradients are ``None``, as after ``zero_grad``."""
         for block in self._blocks:
             for _, param in block.params:
                 show_gradient(param)
 
     def gradient_is_there(self, param: Any) -> None:
-        """Backward has all of the gradient of ``param``."""
+        """The gradient of ``param`` is complete."""
         if self._optimizer() is None:
             return
         if not self._has_begun:
@@ -434,7 +434,7 @@ class _Paged:
         dict.update(optimizer.state, state)
 
     def report(self) -> dict[str, Any]:
-        """What is where, and what was copied."""
+        """The place of each part, and the bytes that were copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
         return {"device": self.device.index, "step": self._when, "blocks": len(self._blocks), **found}
 
@@ -460,24 +460,24 @@ def _span_bytes(tensors: list[Any]) -> int:
 def paged(
     target: _Target, *, frames: Union[int, str, None] = None, step: Step = "after", keep_gradients: bool = False
 ) -> _Target:
-    """Moves the state of a PyTorch optimizer, or the parameters of a module, to host memory, with a part on the device by turns.
+    """Moves the state of a PyTorch optimizer, or the parameters of a module, to host memory. Parts come to the GPU for their use.
 
     An optimizer's own ``step`` runs, on blocks of parameters: results are bitwise the same. Call it once, before or
     after the first step. Learning-rate schedulers go on as they are.
 
     A module keeps its parameters, the same objects, and nothing else about it changes. Each launch waits for what it uses:
     frozen and trained weights, tied ones and checkpointing work as they are. Page the module before its optimizer is made. Its
-    parameters may be in the CPU's memory; its buffers follow them to the device then.
+    parameters may be in the CPU's memory; then its buffers move to the device with the parameters.
 
     Args:
         target: a ``torch.nn.Module``, whose parameters are plain, and on one device. Or a ``torch.optim.Optimizer`` whose parameters are on one CUDA device. Its step must treat each
             parameter by itself, as all of PyTorch's do but ``LBFGS``. Parameters of FSDP, DTensor and DeepSpeed are refused, and
             so is an optimizer that a drop-in of Sublet's moves.
-        frames: the most device memory for state or parameters, in bytes or as text such as ``"2GiB"``. It must hold
-            what one block of parameters needs, or what one launch uses; the error for less says how much that is. Without it
-            as much as the budget and the device give, less 1 GiB. Frames are given up if other memory of the process finds no room.
-        step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as soon
-            as all gradients of a block are there, which are freed then. That hides the copies, and excludes
+        frames: the most device memory for state or parameters, in bytes or as text such as ``"2GiB"``. ``frames`` must
+            hold the state of one block of parameters, or the weights of one launch; the error for less has that size. By
+            default, as much as the budget and the device give, less 1 GiB. Frames are given up if other memory of the process needs them.
+        step: of an optimizer. ``"after"``: in ``optimizer.step()``, block by block. ``"backward"``: in ``backward()``, as
+            soon as all gradients of a block exist; these gradients are freed then. That hides the copies, and excludes
             accumulation, clipping, a ``GradScaler`` and ``DistributedDataParallel``.
         keep_gradients: with ``"backward"``, gradients stay behind the step of their block until ``zero_grad``, and take device memory. Without
             it they are gone when backward ends: until ``zero_grad``, a program that reads ``p.grad`` gets a ``UsageError``.
@@ -487,7 +487,7 @@ def paged(
         ``optimizer.state`` raises a ``UsageError``.
 
     Raises:
-        UsageError: it is no such optimizer, it is paged already, or ``frames`` is too small. Later: something
+        UsageError: ``target`` is of another kind, or is paged already, or ``frames`` is too small. Later: something
             that ``step="backward"`` excludes was done; the message names ``"after"``.
         NotAttachedError: this process is not under Sublet.
         OutOfDeviceMemory: there is no device memory for the first frame.

@@ -1,4 +1,4 @@
-"""Gradients that are gone, and copies of state: reading the ones and writing the others raises an error that says what to do instead."""
+"""Freed gradients, and copies of state: to read such a gradient, or to write such a copy, raises an error with the remedy."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def read_only(tensor: Any, torch: Any) -> Any:
 
 
 class State(defaultdict):  # type: ignore[type-arg]
-    """The state of a paged optimizer, as readers see it: what is paged comes as copies in host memory."""
+    """The state of a paged optimizer, for readers: its paged tensors are copies in host memory."""
 
     def __init__(self, owner: Any, state: dict[Any, dict[str, Any]]) -> None:
         super().__init__(dict, state)

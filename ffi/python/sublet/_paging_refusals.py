@@ -1,4 +1,4 @@
-"""What ``sublet.paged`` refuses: optimizers, parameters and uses for which a step by blocks would not be the step."""
+"""Refusals of ``sublet.paged``: optimizers, parameters and uses for which a step by blocks would give another result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def moved_by(optimizer: Any, mover: str) -> None:
     """Notes that ``mover`` moves the state of ``optimizer`` as a whole.
 
     Raises:
-        UsageError: it is paged, and moves by itself.
+        UsageError: the optimizer is paged already.
     """
     if hasattr(optimizer, PAGED_BY):
         raise UsageError(f"{mover}: this optimizer is paged (sublet.paged), and its state moves by itself: leave its offload off")

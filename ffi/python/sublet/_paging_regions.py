@@ -1,7 +1,7 @@
-"""Regions whose memory is on the device by turns, and in host memory otherwise.
+"""Regions whose memory lives in host memory and comes to the GPU in parts.
 
-The library gives such memory to ``cudaMalloc``, so PyTorch's own allocator cuts tensors out of it. Uses are seen at launches,
-as those of a paged module are.
+The library gives such memory to ``cudaMalloc``, so PyTorch's own allocator cuts tensors out of it. A launch reveals which
+memory is used, as for a paged module.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class PagedRegion:
             raise
 
     def set_frames(self, frames: int) -> None:
-        """From now on so many bytes."""
+        """Sets the size from now on."""
         self._library.page_set_frames(self.pager, frames, _WAIT_MS)
 
     def report(self) -> dict[str, Any]:
-        """What is where, and what was copied."""
+        """The place of each part, and the bytes that were copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
         return {"device": self.device, "region": self._tag, **found}
 
@@ -67,7 +67,7 @@ def windows_of(tag: str, device: Optional[int] = None) -> list[PagedRegion]:
 
 
 def refuse_paged(tags: list[str]) -> None:
-    """Raises UsageError if memory of one of these is paged: it comes and goes by itself."""
+    """Raises UsageError if memory of one of these is paged: the pager moves that memory."""
     paged = [tag for tag in tags if windows_of(tag)]
     if paged:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Modules whose parameters are on the device by turns, and in host memory otherwise.
+"""Modules whose parameters live in host memory and come to the GPU in parts.
 
-Each launch is compared with the window's addresses by the library, which waits for what the launch uses, and brings what
-followed in the step before. So tied weights, checkpointing and an order that changes are right.
+The library compares each launch with the window's addresses. It waits for the parameters that the launch uses, and copies
+those that came next in the last step. So tied weights, checkpointing and an order that changes are right.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PagedModule:
         return usable
 
     def set_frames(self, frames: int) -> None:
-        """From now on so many bytes."""
+        """Sets the size from now on."""
         self._library.page_set_frames(self.pager, self._fitting(frames), _WAIT_MS)
 
     def _move(self, param: Any, address: int, owner: _Owner) -> Any:
@@ -108,7 +108,7 @@ class PagedModule:
             self._torch.utils.swap_tensors(param, self._torch.nn.Parameter(tensor, param.requires_grad))
 
     def report(self) -> dict[str, Any]:
-        """What is where, and what was copied."""
+        """The place of each part, and the bytes that were copied."""
         found: dict[str, Any] = json.loads(self._library.page_report(self.pager))
         return {"device": self.device.index, "module": self._name, "parameters": self._count, **found}
 

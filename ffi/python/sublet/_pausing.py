@@ -67,7 +67,7 @@ def _not_with_together(**others: object) -> None:
 
 
 def waiting(resumes: Callable[[], Report], wait: Optional[float]) -> Report:
-    """What ``resumes`` returns, tried again for ``wait`` seconds while a device has too little memory."""
+    """The result of ``resumes``, which is tried again for ``wait`` seconds while a device is too full."""
     timeout_ms(wait, "wait")
     until = time.monotonic() + (wait or 0)
     pause_s, longest_s = _BACK_OFF_S
@@ -85,7 +85,7 @@ def waiting(resumes: Callable[[], Report], wait: Optional[float]) -> Report:
 def or_by_command(
     by_library: Callable[[], dict[str, Any]], library: Library, tenant: Optional[str], by_command: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What the library answers. If it is refused since the processes of ``tenant`` are frozen, what the command does."""
+    """The answer of the library; or of the command, if the library refuses because the processes of ``tenant`` are frozen."""
     try:
         return by_library()
     except RefusedError:
@@ -154,11 +154,11 @@ def pause(
 ) -> Report:
     """Gives device memory back; returns when others can allocate it.
 
-    Without tags everything leaves, of the whole tenant: every process of it stands still at its next use of a device until the
-    resume, since a process that ran on would wait for one that does not. With tags their memory in the calling process leaves, and
+    Without tags all memory of the whole tenant leaves: every process stands still at its next use of a device until the
+    resume, since one that ran on would wait for the others. With tags their memory in the calling process leaves, and
     all processes run on. Before its resume, copies and fills of that memory are refused, and a kernel that touches it ends the
-    context. (The memory of tags in all processes: ``sublet.Tenant().pause(tags)``.) What is paused already stays so, and is a success, unless memory stays that should have gone.
-    Memory that PyTorch has cached and no tensor uses is given back without being saved.
+    context. (The memory of tags in all processes: ``sublet.Tenant().pause(tags)``.) Memory that is paused already counts as a success,
+    unless memory stays that should have gone. Memory that PyTorch has cached and no tensor uses is given back without being saved.
 
     Args:
         tags: a tag, several, or ``None`` for everything. ``"nccl"`` is NCCL's own memory in all processes of the tenant: calls
@@ -177,7 +177,7 @@ def pause(
         RetryError: not now, for example while a CUDA graph is captured; nothing has changed.
         RefusedError: the same call would fail again; nothing has changed.
         OutOfHostMemory: the contents do not fit into host memory; nothing has changed.
-        LostError: end the processes that it names.
+        LostError: end the processes that the message names.
 
     Blocks, without the interpreter lock, and may be called from any thread. A signal that comes meanwhile is handled after it.
 
@@ -219,9 +219,9 @@ def resume(
 ) -> Report:
     """Brings device memory back to the same addresses, with the contents that were kept.
 
-    Without tags on a paused tenant, what the whole pause took comes back, and tags that had been paused before stay away; on a
-    tenant that runs, all tags of the calling process come back. With tags these come back, and a tenant that was paused as a whole
-    runs again. What is resident already is a success.
+    Without tags on a paused tenant, the memory of the whole pause returns, and tags that had been paused before stay away; on a
+    tenant that runs, all tags of the calling process return. With tags their memory returns, and a tenant that was
+    paused as a whole runs again. Memory that is on the device already counts as a success.
 
     Args:
         tags: a tag, several, or ``None``.
@@ -233,8 +233,8 @@ def resume(
         As :func:`pause`.
 
     Raises:
-        OutOfDeviceMemory: a device has too little free memory (``missing_bytes``, ``devices``). What was paused still is, and the
-            same call works once memory is free.
+        OutOfDeviceMemory: a device has too little free memory (``missing_bytes``, ``devices``). The memory stays paused,
+            and the same call works once memory is free.
         UsageError, NotAttachedError, RetryError, RefusedError, LostError: as for :func:`pause`.
 
     Blocks as :func:`pause` does.
@@ -256,9 +256,9 @@ def resume(
 
 @context
 def back_afterwards(pauses: Callable[[list[str]], Report], resumes: Callable[[], Report]) -> Iterator[Report]:
-    """Inside, what ``pauses`` pauses is away; afterwards it is back, unless it was away before.
+    """Inside, the memory that ``pauses`` pauses is away. Afterwards it returns, unless it was away before.
 
-    Also if a signal comes while it pauses, whose handler raises.
+    The same holds if a signal's handler raises during the pause.
     """
     done: list[str] = []
     try:
@@ -278,7 +278,7 @@ def paused(
 ) -> Iterator[Report]:
     """Device memory is away inside the ``with`` block, and back after it, also if the block raises.
 
-    What was away before stays away. Is something paused? :func:`is_paused` says.
+    Memory that was away before stays away. Is something paused? :func:`is_paused` says.
 
     Args:
         tags, timeout, deep: see :func:`pause`.
@@ -339,7 +339,7 @@ def _known_tags(library: Library) -> list[str]:
 
 
 def stats() -> dict[str, Any]:
-    """What this process holds on each device, and what its last pause and resume took.
+    """Memory of this process on each device, and the times of its last pause and resume.
 
     Returns:
         A plain dict: ``member`` (who this is, and its state), ``pool`` (``devices``, each with

@@ -1,4 +1,4 @@
-"""Frames of what is paged: how many there are, what they hold, and how long a step takes with others."""
+"""Frames for paged memory: their number, their contents, and the time of a step with other frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIES = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes with other frames. ``str`` of it is a table.
+    """Estimated step times for other sizes of frames. ``str`` of it is a table.
 
     Attributes:
         rows: for each size of frames a dict with ``frames_bytes``, ``in_bytes`` (what comes to the GPU in a step, if what is used last
@@ -46,8 +46,8 @@ class Plan:
 def set_frames(target: Any, frames: Union[int, str]) -> None:
     """Changes how much device memory the state of a paged optimizer, or the parameters of a paged module, may take.
 
-    Fewer frames: what is needed last leaves, when its uses are over. The call returns when it has left. More frames are taken
-    as they are needed. Work may be under way on the GPU; results do not change.
+    With fewer frames, the memory that is needed last leaves after its uses. The call returns when that memory has left. More frames are
+    taken as they are needed. Work may be under way on the GPU; results do not change.
 
     Args:
         target: what :func:`paged` was given, or the tag of a :func:`region` whose home is ``"paged"``.
@@ -79,7 +79,7 @@ def owner_of(target: Any, call: str) -> Any:
 
 
 def report() -> list[dict[str, Any]]:
-    """What the paged optimizers, modules and regions of this process hold, and have copied; and what ``sublet.saved`` has, for each device.
+    """Figures of the paged optimizers, modules and regions of this process, and of ``sublet.saved`` on each device.
 
     Returns:
         For each a dict with ``device``; of an optimizer ``step`` and ``blocks`` (of parameters), of a module ``module`` (its
@@ -104,13 +104,13 @@ def report() -> list[dict[str, Any]]:
 
 
 def plan(target: Any, *, step_s: Optional[float] = None) -> Plan:
-    """How much a step would bring to the GPU with other frames, and what the link needs for that.
+    """Bytes that a step would copy to the GPU with other frames, and the time of the link for them.
 
-    By the order of the last step, which must have been like the one before: call it after the third, when the GPU is idle. The link is
-    measured, with 2 GiB of copies. Copies to the host go on at the same time as those to the GPU.
+    The order of the last step counts, which must equal that of the step before: call it after the third step, when the GPU is idle. The
+    link is measured, with 2 GiB of copies. Copies to the host go on at the same time as those to the GPU.
 
     Args:
-        target: what :func:`paged` was given, or the tag of a paged :func:`region`. What else is paged uses the link too: add its ``link_s``.
+        target: what :func:`paged` was given, or the tag of a paged :func:`region`. Other paged memory uses the link: add its ``link_s``.
         step_s: how long a step takes if all is on the GPU, in seconds. If a step takes much longer than ``link_s`` of the frames that it has now,
             its own time is that.
 

@@ -54,7 +54,7 @@ class _Entry:
         self._end: Callable[[], None] = _nothing
 
     def begin(self, library: Library, adapter: Any, device: Optional[int]) -> None:
-        """Has this thread be in it."""
+        """Begins it on this thread."""
         region = self.region
         if adapter is not None:
             # Around the driver's region: no allocation of another thread may get the tag while it is
@@ -69,7 +69,7 @@ class _Entry:
         _entered.entries.append(self)
 
     def end(self) -> None:
-        """Ends what has begun of it."""
+        """Ends the parts that have begun."""
         with _open_lock:
             _open.discard(self)
         if self in _entered.entries:
@@ -284,17 +284,17 @@ def region(
             default all devices.
         all_threads: also for threads that are in no region of their own, such as those of PyTorch's backward pass. One such
             region at a time in a process; with PyTorch 2.10 and later, begun before other threads' regions and captures.
-        home: where its memory is. ``"paged"``: in host memory, with a part on the device by turns, as the parameters of a
-            module that :func:`paged` was given, but for any memory that is allocated inside by ``cudaMalloc``. It is for one
-            device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
+        home: where its memory is. ``"paged"``: in host memory, with a part on the device when it is used, as for a module
+            that :func:`paged` was given. It is for all memory that ``cudaMalloc`` allocates inside. Such a region is for
+            one device, the current one by default. :func:`set_frames`, :func:`plan` and :func:`report` know it by its tag.
         frames: of ``"paged"``, the most device memory for all of its tag, as for :func:`paged`. The first region of the tag
             says it; :func:`set_frames` changes it.
         runs_without: the process runs on while somebody else has the tag paused, because it does not use that memory then. Else the
             whole tenant stands still until the resume. A pause by :func:`pause` never stops its own process.
 
     Raises:
-        UsageError: the tag or ``contents`` is none, the tag is paused, or it has other ``contents``
-            already, or another ``home``. Raised on entry, but for the first.
+        UsageError: the tag or ``contents`` is not valid, the tag is paused, or the tag has another ``contents`` or
+            ``home`` already. Raised on entry, but for the first.
         NotAttachedError: this process is not under Sublet. Raised on entry.
 
     >>> with sublet.region("kv", contents="discard"):

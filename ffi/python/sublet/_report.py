@@ -1,4 +1,4 @@
-"""What pauses and resumes say of themselves."""
+"""Reports of pauses and resumes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
         freed_bytes: device memory that was given back, on all devices together.
         returned_bytes: device memory that was brought back.
         stayed_bytes: device memory that stays, and was to make room for others.
-        paused: tenants that made way.
+        paused: tenants that were paused for it.
         reasons: why they did, a line each.
         details: all that is known, as ``sublet --json`` prints it in ``report``: plain dicts and lists, times in ``_us``
             (microseconds), sizes in ``_bytes``.
@@ -63,7 +63,7 @@ class SwapReport:
     """What a swap did.
 
     Attributes:
-        paused: of the tenant that made way.
+        paused: of the tenant that was paused.
         resumed: of the tenant that runs now.
     """
 

@@ -1,8 +1,8 @@
-"""Tensors that forward saves for backward: they leave for host memory by copy engines, and are back ahead of their use.
+"""Tensors that forward saves for backward: copy engines move them to host memory, and back before their use.
 
-The newest stay where they are, up to ``_AHEAD_BYTES``: backward uses them first. An older one is copied out on a stream of its own. Its memory is
-free when the copy is over. Forward waits for the oldest copy if too many are under way. PyTorch is far ahead of the GPU: it would otherwise
-allocate everything before the first copy begins. Backward has those brought that come before the one that it uses.
+The newest stay where they are, up to ``_AHEAD_BYTES``: backward uses them first. An older one is copied out on a stream of its own. Its
+memory is free when the copy is over. Forward waits for the oldest copy if too many are under way. PyTorch is far ahead of the GPU: it
+would otherwise allocate everything before the first copy begins. Each use in backward fetches the tensors of the uses to come.
 
 The host memory is PyTorch's pinned memory. Sublet's own belongs to its pager, which copies from frames alone. A saved tensor would first be
 copied on the device, and its chunk mapped again. That takes longer than the copy. Pinned memory stays where it is during a pause.
@@ -150,7 +150,7 @@ class _Device:
             self.counts["waited_us"] += int(1e6 * (time.perf_counter() - began))
 
     def bring(self, item: _Item) -> None:
-        """Begins to copy an item back, into memory of the current stream's."""
+        """Begins to copy an item back, into memory of the current stream."""
         torch = self.torch
         with torch.cuda.device(self.index):
             memory = torch.empty(item.size_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
@@ -207,7 +207,7 @@ class _Item:
         self.place = None
 
     def let_go(self) -> None:
-        """Gives up memory that it was brought to. The copy ends before others use that memory."""
+        """Gives up the device memory that the item was copied to. The copy ends before others use it."""
         if self.arrival is not None:
             with self.device.torch.cuda.stream(self.owner):
                 is_captured = self.device.torch.cuda.is_current_stream_capturing()
@@ -364,18 +364,20 @@ class _Pass:
 
 @contextlib.contextmanager
 def saved() -> Iterator[None]:
-    """Has tensors that forward saves for backward wait in host memory. Put it around forward.
+    """Keeps tensors that forward saves for backward in host memory. Put it around forward.
 
-    Copy engines move them while the GPU computes. The newest 256 MiB stay on the GPU, and in backward others are brought before they
-    are used. Losses and gradients are bitwise the same. Use it with gradient checkpointing: what is saved then
+    Copy engines move them while the GPU computes. The newest 256 MiB stay on the GPU. In backward, the others return
+    before their use. Losses and gradients are bitwise the same. Use it with gradient checkpointing: what is saved then
     moves in less time than a block takes to compute. Forward waits if it saves faster than the link carries.
 
     These stay on the GPU: parameters, tensors of less than 1 MiB, parts of larger tensors, and subclasses of tensors. A buffer is copied by
-    the first pass alone. A tensor that is saved again in the same shape, before it has left, is copied once. Memory of a saved tensor may go
-    during forward: tell PyTorch (``Tensor.record_stream``) if a stream reads the tensor that no operator of it has saved it on.
-    Each use is a pass of its own; inside another one it takes what is saved there. ``backward`` may be called inside or outside, several times
-    (``retain_graph``) and to be differentiated (``create_graph``). Pinned host memory is taken from PyTorch, used by the next passes again, and
-    kept until the process ends. The process need not be under Sublet; if it is paused, host memory stays as it is.
+    the first pass alone. A tensor that is saved again in the same shape, before it has left, is copied once. Memory of a
+    saved tensor may go during forward: tell PyTorch (``Tensor.record_stream``) if another stream than that of its operators
+    reads it.
+    Each ``with`` block is a pass of its own. An inner block takes the tensors that are saved inside it. ``backward`` may be called inside
+    or outside, several times (``retain_graph``) and to be differentiated (``create_graph``). Pinned host memory is taken from PyTorch,
+    used by the next passes again, and kept until the process ends. The process need not be under Sublet; if it is paused, host memory
+    stays as it is.
 
     Raises:
         UsageError: PyTorch is not imported. In forward: a graph is under capture. In backward: a saved tensor was changed in

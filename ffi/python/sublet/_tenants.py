@@ -30,7 +30,7 @@ class Tenant:
         name: 1 to 40 letters, digits, ``.``, ``_`` or ``-``; by default the tenant of this process.
 
     Raises:
-        UsageError: it is no such name, or none is given and this process was not told one.
+        UsageError: the name is not valid, or no name is given and this process has none.
         NotAttachedError: none is given, and this process is not under Sublet.
 
     >>> with sublet.Tenant("train").paused() as report:
@@ -63,11 +63,11 @@ class Tenant:
     def pause(
         self, tags: Tags = None, *, timeout: Optional[float] = None, deep: bool = False, leave_lent: bool = False
     ) -> Report:
-        """Pauses the tenant; with tags, that memory of all its processes. The caller's own tenant runs on; another stands still,
+        """Pauses the tenant; with tags, only their memory, in all its processes. The caller's own tenant runs on; another stands still,
         unless it has agreed.
 
         With ``deep`` the contexts of its processes leave too, and nothing of them is left on the GPUs. The package's ``sublet``
-        command does it. One that is paused already is deepened.
+        command does it. A tenant that is paused already is paused deep then.
 
         With ``leave_lent`` what other tenants have open of its memory stays on the GPUs, and the rest leaves; the report counts it in ``stays``. Without
         it the pause waits until they close it.
@@ -87,11 +87,11 @@ class Tenant:
         queue: bool = False,
         wait: Optional[float] = None,
     ) -> Report:
-        """Resumes the tenant, however deep it was paused; with tags, that memory of all its processes.
+        """Resumes the tenant, also from a deep pause; with tags, only their memory, in all its processes.
 
-        While a device has too little free memory, tries again for ``wait`` seconds, by default not at all. With ``queue``, in its
-        place among those that wait for the GPUs: what is in the way is paused once it has had its quantum, for which this waits
-        ``wait`` seconds at most. The report says in ``paused`` who made way, and in ``reasons`` why.
+        While a device has too little free memory, tries again for ``wait`` seconds, by default not at all. With ``queue``,
+        it waits in the queue for the GPUs, ``wait`` seconds at most. Tenants in the way are paused after their quantum. The report has
+        the tenants that were paused for it in ``paused``, and the reasons in ``reasons``.
 
         Raises:
             RetryError: with ``queue``, somebody else comes first, whom the message names.
@@ -122,14 +122,14 @@ class Tenant:
             yield report
 
     def prepare(self, *, wait: bool = True, timeout: Optional[float] = None) -> dict[str, Any]:
-        """Brings in, while the tenant runs, the host memory that its next pause takes.
+        """Allocates the host memory of the tenant's next pause while it runs.
 
-        Blocks until all is there or will not be; with ``timeout``, for as many seconds at most, and
-        with ``wait=False`` not at all: what is missing comes in afterwards. Returns what each process
+        Blocks until all is allocated or cannot be, for ``timeout`` seconds at most; with ``wait=False`` not at all. The
+        rest follows later. Returns what each process
         holds and wants; ``"outcome"`` is ``"completed"`` when all is there, else ``"partial"``.
 
         Raises:
-            OutOfHostMemory: a pause of now would be refused for the same.
+            OutOfHostMemory: a pause would be refused now, for the same reason.
             UsageError: there is no such tenant, or ``timeout`` is no time.
         """
         if not wait and timeout is not None:
@@ -166,7 +166,7 @@ class Tenant:
         return states.pop() if len(states) == 1 else "mixed"
 
     def switch(self, *, wait: Optional[float] = None) -> Report:
-        """Has the tenant get its GPUs: pauses what is in the way there, and resumes it.
+        """Gives the tenant its GPUs: pauses the tenants in the way there, and resumes it.
 
         Args:
             wait: while somebody in the way is in a turn, how long to wait, in seconds; by default not at all.
@@ -176,7 +176,7 @@ class Tenant:
 
         Raises:
             RetryError: somebody in the way is in a turn, which the message names.
-            OutOfDeviceMemory: the tenant does not fit, even if all others made way.
+            OutOfDeviceMemory: the tenant would not fit even if all others were paused.
             UsageError: there is no such tenant.
         """
         return _report.of(command(any_library(), "switch", tenant=self._name, wait_ms=timeout_ms(wait, "wait")))
@@ -207,8 +207,8 @@ def swap(
 ) -> SwapReport:
     """Pauses one tenant and resumes another, simultaneously and in bounded device memory.
 
-    With tags, only their memory leaves or comes, in all processes of its tenant, as
-    ``Tenant.pause(tags)`` and ``Tenant.resume(tags)`` have it. A tenant without tags of its own is
+    With tags, only memory of these tags leaves or returns, in all processes of its tenant, as by ``Tenant.pause(tags)``. A
+    tenant without tags of its own is
     swapped whole. The processes of the second stand still while its memory comes.
 
     Args:

@@ -1,4 +1,4 @@
-"""What Sublet asks of PyTorch: pools for regions, memory nobody uses, CPU tensors over saved bytes.
+"""Calls of PyTorch: pools for regions, memory that nobody uses, CPU tensors over saved bytes.
 
 Imported only where torch is imported already. Made for torch 2.8 to 2.15; `check_supported` says
 what follows for others.
@@ -257,7 +257,7 @@ def capture_belongs(tag: str) -> None:
 def unused_blocks(tags: Optional[Iterable[str]]) -> List[Range]:
     """Ranges of device memory that torch has cached and nobody uses: a pause need not save them.
 
-    To be asked when no launch can reach a device any more and all that were made have ended. What
+    Call it when no launch can reach a device any more and all launches have ended. What
     is unused then stays so until the pause is over.
 
     Args:

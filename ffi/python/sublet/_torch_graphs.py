@@ -1,7 +1,7 @@
-"""Which tags the memory of a captured graph belongs to, so that no replay touches memory that is away.
+"""The tags of a captured graph's memory, so that no replay touches memory that is away.
 
-A graph's kernels work on addresses that were fixed when it was captured. While a tag is paused those of
-its memory hold nothing, and a replay would end the context with an illegal access. What torch allocates
+A graph's kernels work on addresses that were fixed when it was captured. While a tag is paused, the addresses of its
+memory hold nothing: a replay would end the context by an illegal access. What torch allocates
 during a capture comes from the graph's private pool, and belongs to the region that is open then; so the
 tags of a pool are those under which graphs were captured into it. Graphs that share a pool share its tags.
 

@@ -1,4 +1,4 @@
-"""Which pool of torch's caching allocator serves an allocation while regions are open.
+"""The pool of torch's caching allocator that serves an allocation while regions are open.
 
 A tag belongs to whole physical allocations, and torch cuts its segments into blocks. So each tag
 has pools of its own: blocks of two tags, or of a tag and of none, never lie in one segment. The
@@ -15,7 +15,7 @@ What torch does with pools is settled in c10/cuda/CUDACachingAllocator.cpp:
 - A pool may be on a device's list once. So a pool is entered by one thread at a time; a second
   thread in the same region gets another pool of that tag.
 - A pool whose use count falls to nothing loses its cached blocks at the next `empty_cache()` and
-  cannot be entered again. Ours keep a use for the life of the process. `empty_cache()` therefore
+  cannot be entered again. Our pools keep their use count above zero until the process ends. `empty_cache()` therefore
   leaves them alone, and inside any region also everything else: torch takes an open pool for a
   capture under way.
 
@@ -40,7 +40,7 @@ DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Entered:
-    """One open region of one thread: the pool that serves it, by device."""
+    """One open region of one thread: its pool on each device."""
 
     def __init__(self, tag: Optional[str], thread: int, stack: List[Entered]) -> None:
         self.tag, self.thread, self.stack = tag, thread, stack
@@ -72,7 +72,7 @@ class Pools:
     def region(self, tag: Optional[str], devices: Iterable[int], plain: bool = False) -> Iterator[None]:
         """Inside, this thread allocates on `devices` from pools of `tag`, elsewhere from no tag's.
 
-        A tag of None is memory of no tag. Regions nest, and the innermost counts; one that ends
+        None is memory without a tag. Regions nest, and the innermost counts; one that ends
         before one that began later in the same thread, as generators can, takes only itself away. `plain`: without
         expandable segments.
 
@@ -112,9 +112,9 @@ class Pools:
                 self._expandable.restore()
 
     def capture_begun(self) -> None:
-        """Lets the graph whose capture this thread has just begun come before open regions.
+        """The graph that this thread captures now takes precedence over open regions.
 
-        Its private pool is the last of the list then. Where the first serves, a region's pool would: memory
+        Its private pool is then the last of the list. Where the first serves, a region's pool would: memory
         that the graph replays on would be handed to others once the capture is over.
         """
         with self._lock:
@@ -130,7 +130,7 @@ class Pools:
                 self._put_on(stack[-1])
 
     def tag(self) -> Optional[str]:
-        """What memory that this thread asks for belongs to; None is no tag."""
+        """The tag of memory that this thread allocates; None is no tag."""
         with self._lock:
             stack = self._stack()
             if stack:
@@ -322,7 +322,7 @@ class ExpandableSegments:
 
 
 def with_expandable(settings: str, enabled: bool) -> str:
-    """`settings` with expandable segments on or off. What the text does not name is reset."""
+    """`settings` with expandable segments on or off. Settings that the text does not name are reset."""
     # A comma inside brackets belongs to a list of roundup_power2_divisions.
     entries, depth = [""], 0
     for letter in settings:

@@ -16,11 +16,10 @@ from sublet._report import Report
 def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
     """The tenant of this process has its GPUs inside the ``with`` block.
 
-    Waits until they are free, or until it may pause what is in the way, and does that: the least that
-    suffices. Those that wait come in the order of their classes (``sublet run --class``), and then in the
-    order in which they asked. After the block others may have this tenant paused. So they may inside it,
-    once the turn has lasted its quantum (ten times what switching this tenant takes) and somebody of at
-    least its class waits; the tenant then comes back by itself.
+    Waits until the GPUs are free, or until it may pause the tenants in the way. It pauses as few as suffice. Waiting
+    tenants come in the order of their classes (``sublet run --class``), then of their requests. After the block others may have this
+    tenant paused. They may do so inside the block too, once the turn has lasted its quantum (ten times a switch of this tenant) and a
+    tenant of at least its class waits. This tenant then resumes at its next turn.
 
     Blocks nest, and those of a tenant's processes and threads are one turn, which ends with the last of
     them. Tenants that fit together have their turns at the same time.
@@ -29,11 +28,11 @@ def turn(*, timeout: Optional[float] = None) -> Iterator[Report]:
         timeout: how long to wait, in seconds; by default ten minutes.
 
     Yields:
-        Its ``outcome`` is ``"already"`` when the tenant had its GPUs; ``paused`` says whom it had paused, and ``reasons`` why.
+        Its ``outcome`` is ``"already"`` when the tenant had its GPUs; ``paused`` has the tenants that it paused, ``reasons`` why.
 
     Raises:
         RetryError: the time was up, and the message says who was in the way.
-        OutOfDeviceMemory: the tenant does not fit, even if all others made way.
+        OutOfDeviceMemory: the tenant would not fit even if all others were paused.
         UsageError, RefusedError, LostError: as for :func:`sublet.pause`, of a tenant in the way or of this
             one. A tenant that was paused for it runs again, unless the message says otherwise.
 

@@ -1,6 +1,6 @@
 """Tenants of a Ray cluster: their workers' environment, and switches on every node.
 
-Ray is imported when something is asked of a cluster; this module needs it no earlier.
+Ray is imported at the first call about a cluster.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _Order = tuple[str, tuple[str, ...], Optional[list[str]], float, float]
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """How one node of the cluster stands.
+    """The state of one node of the cluster.
 
     Attributes:
         node: Ray's id of it.
         address: its IP address.
         outcome: ``"completed"``; ``"already"``, when there was nothing to do; ``"absent"``, when it has no
-            such tenant; ``"failed"``, as ``error`` says; ``"undone"``, when it did its part and was put
-            back because another node failed; ``"unchanged"``, when it was not asked; ``"unknown"``, when
-            it did not answer; ``"standing"``, when it did its part and could not be put back.
+            such tenant; ``"failed"``, as ``error`` says; ``"undone"``, when it did its part and undid it because another
+            node failed; ``"unchanged"``, when it was not asked; ``"unknown"``, when
+            it did not answer; ``"standing"``, when it did its part and could not undo it.
         error: why, where something failed.
         states: the state of each tenant there, where it was asked after a failure.
         reports: what the node's own call returned, by tenant, where it completed.
@@ -71,7 +71,7 @@ class NodeOutcome:
 
 
 class ClusterError(Error):
-    """Some node failed. The others were put back where that could be done.
+    """Some node failed. The other nodes were switched back if possible.
 
     Attributes:
         nodes: a :class:`NodeOutcome` for each node.
@@ -104,7 +104,7 @@ def env(
     The package lies at the same path on all nodes; where it does not, nodes have a ``runtime_env`` each.
 
     Raises:
-        UsageError: a name or budget is none, ``runtime_env`` names another tenant, or the library's path
+        UsageError: a name or budget is not valid, ``runtime_env`` names another tenant, or the library's path
             cannot be preloaded.
 
     >>> options = sublet.ray.env("train", family="rl", runtime_env={"env_vars": {"HF_HOME": "/data"}})
@@ -143,23 +143,23 @@ def switch(
 ) -> tuple[NodeOutcome, ...]:
     """Pauses one tenant and resumes another on all nodes of the cluster simultaneously.
 
-    A task without CPUs runs on each node and calls :func:`sublet.swap` there. Before anything changes, all
-    nodes are asked: one with neither tenant is left alone (``"absent"``), one with a single one of them is an
-    error. When a node fails, those that have switched are switched back.
+    A task without CPUs runs on each node and calls :func:`sublet.swap` there. Before anything changes, all nodes are
+    asked. A node with neither tenant is left alone (``"absent"``). A node with only one of them is an error. When a node fails, those
+    that have switched are switched back.
 
     Args:
         from_tenant, to_tenant: as :func:`sublet.swap` takes them.
         timeout: seconds that each phase may take on a node; 120 by default. A node that has not answered
-            half a minute after that has failed; when it is done later, it switches back by itself.
+            half a minute after that has failed; if it succeeds later, it switches back.
         nodes: Ray's ids of the nodes that are meant, where it is not all; each must have both tenants.
 
     Returns:
-        How each node stands, in the order of Ray's list.
+        The state of each node, in the order of Ray's list.
 
     Raises:
-        UsageError: no node has the tenants, one has a single one, or an argument is wrong. Nothing has
+        UsageError: no node has the tenants, a node has only one of them, or an argument is wrong. Nothing has
             changed.
-        ClusterError: a node failed or was lost; it says how each node stands.
+        ClusterError: a node failed or was lost; the error has the state of each.
 
     Blocks. Call it where Ray is connected (``ray.init``), one call at a time.
     """
@@ -296,7 +296,7 @@ class _Round:
         self._nodes = self._alive()
 
     def run(self) -> tuple[NodeOutcome, ...]:
-        """Asks all nodes, has them act, and puts back what must be."""
+        """Asks all nodes, lets them act, and undoes what must be undone."""
         standing, asked = self._ask()
         order = (self._act, self._names, self._tags, self._seconds, GRACE_S)
         tasks = self._start(asked, _act, order)

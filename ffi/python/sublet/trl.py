@@ -78,7 +78,7 @@ class TakeTurns:
         """Inside, the trainer's tenant is paused and the generator's runs; afterwards the reverse.
 
         All ranks enter and leave it together. Inside they use no GPU: a thread that does stops until the
-        end. What fails inside comes out when the trainer runs again.
+        end. An error inside is raised when the trainer runs again.
 
         Raises:
             UsageError: no generator is named, or there is no such tenant.
@@ -156,7 +156,7 @@ class TakeTurns:
             getattr(optimizer, register)(lambda *_: self._moved.stay())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The state comes back."""
+        """The state returns."""
         if self._moves_optimizer:
             optimizer = _unwrapped(kwargs.get("optimizer"))
             self._moved.load(functools.partial(self._home.back, optimizer), _tensors(optimizer))
@@ -170,7 +170,7 @@ class TakeTurns:
         self._leave(**kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The state comes back, for use after the training."""
+        """The state returns, for use after the training."""
         self.on_pre_optimizer_step(args, state, control, **kwargs)
 
     def _leave(self, **kwargs: Any) -> None:

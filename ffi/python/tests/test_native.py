@@ -60,6 +60,27 @@ def test_every_code_has_its_exception() -> None:
     assert (error.missing_bytes, error.devices) == (7, [{"uuid": "a"}])
 
 
+def test_every_word_of_the_command_has_the_exception_of_its_code() -> None:
+    words = {
+        "usage": sublet.UsageError,
+        "no-such-tenant": sublet.UsageError,
+        "unknown-tag": sublet.UsageError,
+        "gpu-full": sublet.OutOfDeviceMemory,
+        "host-full": sublet.OutOfHostMemory,
+        "lost": sublet.LostError,
+        "busy": sublet.RefusedError,
+    }
+    for word, kind in words.items():
+        document = {"error": "it went wrong", "code": word, "shortages": [{"uuid": "a"}], "missing_device_bytes": 7}
+        error = _errors.from_document("pause", document)
+        assert type(error) is kind
+        assert str(error) == "pause: it went wrong"
+        if isinstance(error, sublet.OutOfDeviceMemory):
+            assert (error.missing_bytes, error.devices) == (7, [{"uuid": "a"}])
+    retryable = _errors.from_document("pause", {"error": "it went wrong", "code": "busy", "retryable": True})
+    assert type(retryable) is sublet.RetryError
+
+
 @tenant
 def test_zero_in_a_text_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="nul byte"):

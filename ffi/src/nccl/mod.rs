@@ -92,7 +92,8 @@ fn found(path: &CStr, is_watched: bool) {
     }
     note_unseen(|| format!("a second NCCL is in use, {path}, whose calls are not held back"));
     if let Some(member) = runtime::member() {
-        // Its calls are not counted: pause between steps.
+        // Sublet does not count the collectives of the second library, so a pause in the middle of one times out. The
+        // job runs on. Pause between two steps.
         member.notes().add(format!(
             "a second NCCL is in use, {path}: a pause in the middle of its collectives times out"
         ));
@@ -117,7 +118,8 @@ fn called(name: &CStr) {
     note_unseen(|| format!("{} is used, which is not held back", name.to_string_lossy()));
     if let Some(member) = runtime::member() {
         let name = name.to_string_lossy();
-        // It is not counted: pause between steps.
+        // Sublet does not count the work of this call, so a pause cannot wait for it. The job runs on. Pause between
+        // two steps.
         member.notes().add(format!("{name} is used, which a pause in the middle does not see"));
     }
 }

@@ -64,7 +64,8 @@ fn found(path: &CStr, is_watched: bool) {
     if is_watched {
         tracing::debug!(%path, "registrations are watched");
     } else if let Some(member) = runtime::member() {
-        // Its registrations are not seen.
+        // Sublet does not see the memory that the second library registers with a device. A pause would move this
+        // memory while the device uses it. Use one library of this kind.
         member.notes().add(format!(
             "a second library of its kind registers memory, {path}: what it registers a pause moves away from under \
              the device; keep one"

@@ -37,7 +37,9 @@ pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) ->
         let tags = TagNames::Named([tag.clone()].into());
         let resume = Scope::Tags { tags, owner: None }.resume_command(member.presence().tenant());
         let device = device.map_or_else(String::new, |device| format!(" of {device}"));
-        // The process runs without that memory. The driver never saw the call, so the context lives.
+        // The process runs without the memory of a paused tag, and a copy, fill or wait named this memory. The driver
+        // never saw the call, so the context lives. The log has one such line for each tag. Resume the tag with the
+        // command in the message.
         member.notes().add(format!(
             "{symbol} was refused with CUDA_ERROR_NOT_PERMITTED and did nothing: it names memory at {}, {} bytes{device} \
              with tag '{tag}', which is paused. Bring it back first: `{resume}`",

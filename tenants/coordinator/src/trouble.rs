@@ -30,24 +30,28 @@ pub enum Trouble {
     /// The process that asks has not joined a tenant.
     #[error("{0}")]
     NotJoined(String),
-    /// Nobody ever ran under that name, or all of it is gone. Compare `SUBLET_RUN_DIR` and the user with those of the
-    /// job.
+    /// No live process of this user has that name, in this run directory. The brackets list the names that exist.
+    /// Compare `SUBLET_RUN_DIR` and the user with those of the job. A new job joins at its first use of GPU memory:
+    /// wait for it, and look with `sublet ps`.
     #[error("there is no tenant '{tenant}' ({})", known(existing))]
     NoSuchTenant { tenant: TenantName, existing: Vec<TenantName> },
-    /// All processes of the tenant are dead; what they left behind was removed.
+    /// All processes of the tenant have ended. The command removed the files that they left. Start the job again with
+    /// `sublet run`.
     #[error("tenant '{tenant}' has no live process{}", left_behind(*dead))]
     NoProcess { tenant: TenantName, dead: usize },
     /// The run directory is not usable, or somebody else coordinates.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// A process lives and takes no connection. It may be stopped (`SIGSTOP`), or in a frozen container.
+    /// A process lives and takes no connection. It may be stopped (`SIGSTOP`), or in a frozen container. Nothing was
+    /// changed. Continue the process (`kill -CONT PID`), then run the command again.
     #[error("a process of tenant '{tenant}' cannot be reached; nothing was changed")]
     Unreachable {
         tenant: TenantName,
         #[source]
         source: TransportError,
     },
-    /// A process lives and did not say who it is, within five seconds or the `--timeout`.
+    /// A process lives and gave no answer within five seconds, or within `--timeout`. Nothing was changed. If the
+    /// process is stopped, the message has the command that continues it. Otherwise give more time with `--timeout`.
     #[error("{} of '{tenant}' not started: {why}; nothing was changed", noun(*action))]
     NoGreeting {
         tenant: TenantName,
@@ -56,7 +60,8 @@ pub enum Trouble {
         /// Why, and what to do about it.
         why: String,
     },
-    /// Processes run different versions of Sublet.
+    /// The job was started with two versions of `libsublet.so`. Nothing was changed. `sublet stats TENANT` shows the
+    /// version of each process. End the job, and start all of it with one version.
     #[error(
         "the processes of tenant '{tenant}' run different versions of Sublet ({versions}): \
          run all of them with one; nothing was changed"
@@ -66,14 +71,16 @@ pub enum Trouble {
         /// Version and process ids, as text.
         versions: String,
     },
-    /// A process of the tenant has lost something. Its saved contents can be written to files.
+    /// An earlier failure has lost memory of this process. Nothing was changed now, and the job can neither be paused
+    /// nor resumed. `sublet save TENANT DIR` writes its saved contents to files. Then end the process.
     #[error(
         "process {pid} of tenant '{tenant}' is faulted and can neither be paused nor resumed: end it, \
          then try again; {} before that",
         save_hint(tenant)
     )]
     Faulted { tenant: TenantName, pid: u32 },
-    /// No process of the tenant has ever used these tags. The known ones follow.
+    /// No process of the tenant has used that tag. Nothing was changed. The message lists the known tags, and `sublet
+    /// ps -v` shows their sizes.
     #[error(
         "tenant '{tenant}' has no memory with the {}; {}",
         quoted_tags(unknown),
@@ -85,25 +92,29 @@ pub enum Trouble {
         unknown: Vec<String>,
         known: Vec<String>,
     },
-    /// A pause by tag of a tenant that is paused as a whole: its tags are away already.
+    /// The command names a tag, and a pause of the whole tenant has already freed the memory of that tag. Nothing was
+    /// changed. Resume the tenant first: `sublet resume TENANT`.
     #[error(
         "tenant '{tenant}' is paused as a whole, and so are its tags: resume it, all or by tag, first"
     )]
     PausedAlready { tenant: TenantName },
-    /// Only memory of some tags is away, and the processes stand still until all of it is back: the job has not
-    /// agreed to run without it.
+    /// An earlier pause freed the memory of one tag. The job stands still, since it has not agreed to run without
+    /// that memory. Nothing was changed. The first command in the message resumes the tag; the second frees the rest
+    /// of the memory too.
     #[error(
         "{what} is paused alone, and the job stands still until all of that is back: `sublet resume {tenant}` first, or \
          `sublet pause {tenant}`, which takes the rest"
     )]
     StandsStill { tenant: TenantName, what: String },
-    /// A deep pause of processes that the driver cannot freeze.
+    /// The driver cannot take the CUDA context of a process off the GPU. The message names the process and the
+    /// obstacle. Nothing was changed. A pause without `--deep` is possible.
     #[error(
         "tenant '{tenant}' cannot be paused deep: {why}; nothing was changed. `sublet pause {tenant}` frees its memory, and \
          leaves its contexts on the GPUs"
     )]
     NotDeep { tenant: TenantName, why: String },
-    /// An earlier coordinator died half-way, and what it left can neither be undone nor finished.
+    /// A command died during a pause or resume, and its work can neither be undone nor finished. The message has the
+    /// process and the reason. `sublet save TENANT DIR` writes the saved contents to files. Then end the processes.
     #[error(
         "an earlier pause or resume of tenant '{tenant}' was left half done and could not be finished: {}; \
          end these processes, then try again; {} before that",
@@ -114,7 +125,8 @@ pub enum Trouble {
     /// Host memory is too small for a pause that copies all memory of the tenant. No process has begun.
     #[error("tenant '{tenant}': {shortage}")]
     HostShort { tenant: TenantName, shortage: HostShortage },
-    /// Preparing was called off. What had come in stays, for the next pause.
+    /// Ctrl-C or SIGTERM ended `sublet prepare`. The job runs on. The host memory that was already prepared stays,
+    /// for the next pause. `sublet prepare TENANT` continues.
     #[error(
         "preparing tenant '{tenant}' was called off; what was brought in stays for its next pause, and `sublet ps` shows it"
     )]
@@ -122,12 +134,14 @@ pub enum Trouble {
     /// The directory that contents were to be saved in is not usable. No process was asked to write.
     #[error(transparent)]
     SaveDir(#[from] SaveDirError),
-    /// No process has given memory up that could be saved.
+    /// `sublet save` writes the contents that a pause has saved, and this tenant is not paused. Nothing was changed.
+    /// Pause the tenant first: `sublet pause TENANT`.
     #[error(
         "tenant '{tenant}' has nothing saved: its memory is where it belongs; `sublet pause {tenant}` saves it"
     )]
     NothingSaved { tenant: TenantName },
-    /// The disk is too small for what is saved. Nothing was written.
+    /// The disk is too small for the saved contents. Nothing was written, and the tenant stays paused. Free the bytes
+    /// in the message, or name a directory on another disk.
     #[error(
         "what tenant '{tenant}' has saved takes {needed_bytes} bytes, and {free_bytes} are free in {}: free {} \
          more, or name a directory on another disk",
@@ -140,20 +154,22 @@ pub enum Trouble {
         /// Bytes that the filesystem has free.
         free_bytes: u64,
     },
-    /// Saving was called off. What was written is removed.
+    /// Ctrl-C or SIGTERM ended `sublet save`. The command removed the files that it had written. The tenant stays
+    /// paused, with its contents.
     #[error("saving tenant '{tenant}' to files was called off, and what was written is removed")]
     NotSaved { tenant: TenantName },
-    /// No process could write. Nothing is left in the directory.
+    /// Every process failed to write its saved contents. The reason of each follows. The directory is empty, and the
+    /// tenant stays paused. Mend the reason, then run `sublet save` again.
     #[error("no process of tenant '{tenant}' has written anything to {}: {}", dir.display(), joined(failures))]
     SaveFailed { tenant: TenantName, dir: PathBuf, failures: Vec<MemberFailure> },
-    /// Processes joined again and again while the tenant was being paused. Everything was undone. Wait until the job
-    /// has started.
+    /// Eight times a new process joined the tenant during the pause. Each try was undone, and the job runs. Wait
+    /// until the job has started, then pause it again.
     #[error(
         "tenant '{tenant}' is as before: processes joined it each time while it was being paused; pause it again"
     )]
     Joined { tenant: TenantName },
-    /// It was called off, by Ctrl-C, SIGTERM or the caller, before the point of no return. Everything was undone,
-    /// unless the end says otherwise.
+    /// Ctrl-C, SIGTERM or the caller ended the command before the point of no return. Everything was undone, unless
+    /// the end of the message says otherwise. `sublet ps` shows the state.
     #[error("{} tenant '{tenant}' was called off{}", gerund(*action), undone(*action, *runs, undo_failures))]
     CalledOff {
         tenant: TenantName,
@@ -163,11 +179,12 @@ pub enum Trouble {
         /// The members that could not be taken back.
         undo_failures: Vec<MemberFailure>,
     },
-    /// The process that coordinated what all processes requested has failed, and told the others.
+    /// All processes requested the pause or resume (`ncclPause`, `ncclResume`), and the process that coordinated it
+    /// failed. Its reason and the state of the tenant follow.
     #[error("{} tenant '{tenant}' together with its other processes failed: {why}", gerund(*action))]
     FailedTogether { tenant: TenantName, action: Action, why: String },
-    /// A process did not do its part before the point of no return. The process, the step, the reason and the
-    /// tenant's state follow; "as before": nothing has changed.
+    /// A process did not do its part of a pause or resume. The message has the process, the step, the reason and the
+    /// state of the tenant. "as before" means that nothing has changed. Look up the reason on this page.
     #[error(
         "{} tenant '{tenant}' failed: {}{}{}",
         gerund(*action), causes(failures, shortages), undone(*action, *runs, undo_failures),
@@ -187,7 +204,8 @@ pub enum Trouble {
         /// Of a resume: devices that cannot hold the tenant now, and who holds them.
         shortages: Vec<DeviceShortage>,
     },
-    /// The second tenant of a swap did not come while the first left, and the first was resumed again.
+    /// In a swap, the second tenant could not be resumed; the reason stands first. The first tenant, or its tags, run
+    /// again. Nothing is lost. Mend the reason, then swap again.
     #[error(
         "{source}. {} was paused for it, and is active again{}",
         left.subject_first(tenant),
@@ -202,8 +220,9 @@ pub enum Trouble {
         /// Why the second did not come.
         source: Box<Self>,
     },
-    /// As the message before, but the first tenant could not be resumed: what of it had left is paused still, as what
-    /// was to come is. Nothing is lost.
+    /// In a swap, the second tenant could not be resumed, and then the first could not be resumed either. The message
+    /// has both reasons. Nothing is lost. Both tenants are paused; after a swap by tag, only the tags are paused, and
+    /// both tenants run without them. The command in the message tries again.
     #[error(
         "{source}. {} was paused for it, and could not be brought back: {resume}. {}{}: `{}` tries again",
         left.subject_first(tenant),
@@ -220,8 +239,9 @@ pub enum Trouble {
         resume: Box<Self>,
         source: Box<Self>,
     },
-    /// A tenant that is switched to does not fit, even if all make way. End processes that hold the rest: `sublet ps`
-    /// names them.
+    /// The tenant that should run does not fit, even if `sublet switch` pauses all tenants that it may pause. The
+    /// message has the missing bytes and the holders. Nothing was changed. End a program that holds the rest; `sublet
+    /// ps` names it.
     #[error("{why}; nothing was changed")]
     Never {
         tenant: TenantName,
@@ -229,12 +249,13 @@ pub enum Trouble {
         /// The devices on which it lacks memory.
         gpus: Vec<String>,
     },
-    /// Somebody in the way of a tenant that is switched to is in a turn. The message has the time that is left.
+    /// A tenant that holds the memory has its turn. The message has the time that is left. Nothing was changed.
+    /// `sublet switch TENANT --wait` waits, and `sublet pause NAME` pauses the other tenant now.
     #[error(
         "{why}; nothing was changed: wait for it (--wait), or pause what is in the way of '{tenant}' by name"
     )]
     Busy { tenant: TenantName, why: String },
-    /// A switch was called off while it waited.
+    /// Ctrl-C or SIGTERM ended a switch that was waiting. No tenant was paused or resumed.
     #[error("switching to tenant '{tenant}' was called off; nothing was changed")]
     NotSwitched { tenant: TenantName },
     /// One that was to make way did not, or the tenant did not come; what had been paused is active again.

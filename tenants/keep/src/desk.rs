@@ -105,7 +105,9 @@ impl<D: Driver> Desk for Worker<D> {
         };
         let spilled = spilled.map_err(|error| {
             let failure = pool_failure(&error);
-            // The other tenant's pause was refused for host memory: free some, or name a disk with room.
+            // Another tenant's pause lacks host memory, and the saved contents of this tenant could not move to a
+            // file to make space. They stay in host memory, and the other pause may be refused. Free host memory, or
+            // name a disk with space.
             member.notes().add(format!(
                 "saved contents were to go to a file to make room, and stay in host memory: {failure}"
             ));
@@ -150,7 +152,8 @@ impl<D: Driver> Worker<D> {
     fn write_on(&mut self, connection: u64, until: Instant) -> Result<SaveProgress, Failure> {
         let of_asker = self.saving.as_mut().filter(|saving| saving.connection == connection);
         let Some(saving) = of_asker else {
-            // Another command has taken the tenant.
+            // During `sublet save`, another command began to pause, resume or save the tenant. The files are
+            // incomplete. Run `sublet save` again.
             return Err(FailureKind::WrongState.because(format!(
                 "process {PID} is not writing its saved contents to files any more: a pause, a resume or another save \
                  has begun meanwhile; try again"
@@ -193,7 +196,8 @@ impl Saving {
         }
         let map = self.file_name("json");
         let text = serde_json::to_vec_pretty(&self.map(pool, tenant)).map_err(|error| {
-            // The map could not be written. The reason follows.
+            // The file that says where each memory range is saved could not be written. The reason follows. The
+            // tenant stays paused. Mend the reason, then run `sublet save` again.
             FailureKind::Unknown.because(format!("process {PID}: the map of its contents: {error}"))
         })?;
         self.dir.write_whole(&map, &text)?;

@@ -281,7 +281,8 @@ fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure 
         LimitKind::Configured => "raise it: each process of the tenant has its share",
         LimitKind::Available | LimitKind::ControlGroup { .. } => kind.advice(),
     };
-    // A tenth of the memory stays free. The pause itself may still fit.
+    // `sublet prepare` leaves a tenth of the host memory free, so it prepared less than a pause needs. The job runs
+    // on. The pause itself may still fit.
     FailureKind::OutOfHostMemory.because(format!(
         "process {PID}: {wanted_bytes} bytes of host memory are wanted for a pause, and no more than {most_bytes} are held \
          ahead of it, a reserve set aside, because of {kind}: {next}"

@@ -472,7 +472,9 @@ fn no_consent(action: Action) -> Failure {
         Action::Pause => "ncclPause",
         Action::Resume => "ncclResume",
     };
-    // `ncclPause` and `ncclResume` wait for all processes of the tenant, helpers that use CUDA included.
+    // `ncclPause` and `ncclResume` wait until all processes of the tenant have called them, and this one did not
+    // within `SUBLET_WAIT`. Nothing was changed. Helper processes that use CUDA must call too, or one process calls
+    // `sublet_pause_tenant` for all.
     FailureKind::NoConsent.because(format!(
             "process {PID} has not called {call} in time: every process of the tenant must call it, or one \
              of them sublet_pause_tenant for all"

@@ -274,7 +274,8 @@ impl<D: Driver> Counting<D> {
         match self.count() {
             Ok(true) => Reply::Counts,
             Ok(false) => Reply::Failed(
-                // The tenant has no budget: `sublet budget TENANT 0=60GiB` sets one.
+                // The tenant has no budget, so nothing counts its memory. Nothing was changed. `sublet budget TENANT
+                // 0=60GiB` sets a budget.
                 FailureKind::Unknown.because(format!("process {PID}: nobody counts in its tenant")),
             ),
             Err(error) => Reply::Failed(

@@ -111,7 +111,8 @@ pub enum JoinError {
     /// The run directory is not usable.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// The system gave no randomness, thread or pipe. Raise `ulimit -u` or `ulimit -n`.
+    /// The system gave the process no thread, pipe or randomness. The job runs without Sublet. Raise `ulimit -u` or
+    /// `ulimit -n`, then start it again.
     #[error("{what} could not be had: {source}")]
     System {
         /// The resource that was requested.

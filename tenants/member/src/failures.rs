@@ -59,15 +59,17 @@ pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Fail
     Failure { kind, message }
 }
 
-/// A CUDA graph was still being captured at the deadline.
+/// The process was capturing a CUDA graph until the deadline. The job runs on. Pause again after the capture, or give
+/// a longer `--timeout`.
 pub(super) fn in_capture(count: usize) -> Failure {
     FailureKind::InCapture.because(format!(
         "process {PID} is capturing {count} stream(s): pause again when the capture has ended"
     ))
 }
 
-/// A code after which the driver refuses everything: device memory that was not saved is gone, and what was
-/// saved cannot be put back in this process. Often a kernel of the job's own has touched a wrong address.
+/// The driver refuses every call after this code; often a kernel of the job has touched a wrong address. Device
+/// memory that was not saved is lost. The process can neither be paused nor resumed. `sublet save TENANT DIR` writes
+/// the saved contents to files. Then end the process.
 pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
     FailureKind::Faulted.because(format!(
             "process {PID}: its CUDA context is lost ({error}), and with it what its device memory held: end the \
@@ -75,20 +77,23 @@ pub(super) fn context_lost(error: &dyn std::error::Error) -> Failure {
         ))
 }
 
-/// Contents that the process has saved can be written to files (`sublet save`).
+/// An earlier failure has lost memory of this process. It can neither be paused nor resumed. `sublet save TENANT DIR`
+/// writes its saved contents to files. Then end the process.
 pub(super) fn faulted() -> Failure {
     FailureKind::Faulted
         .because(format!("process {PID} is faulted: something of it was lost before; end it"))
 }
 
-/// The refusal of what needs the driver during a deep pause.
+/// The request needs the driver, and the process has no CUDA context during a deep pause. Its contents are kept.
+/// `sublet resume TENANT` brings the context back.
 pub(super) fn frozen(tenant: &TenantName) -> Failure {
     FailureKind::NotNow.because(format!(
             "process {PID} is in a deep pause, with nothing on any GPU: `sublet resume {tenant}` brings it back"
         ))
 }
 
-/// A defect of ours. The log of the process helps (`SUBLET_LOG=debug`).
+/// This is a fault of Sublet. The process runs on, and can neither be paused nor resumed any more. Its log with
+/// `SUBLET_LOG=debug` helps us. End the process.
 pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
     FailureKind::Faulted.because(format!(
             "process {PID}: Sublet failed inside, in step '{}' ({panic}); the process runs on and can neither be paused \
@@ -97,7 +102,8 @@ pub(super) fn failed_inside(phase: Option<Phase>, panic: &str) -> Failure {
         ))
 }
 
-/// The driver refused a call of the undo. The next command tries it again.
+/// A pause failed, and the driver refused a call while Sublet undid it. The process stands still, and nothing is
+/// lost. `sublet resume TENANT` tries again.
 pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
     failure.kind.because(format!(
             "the pause is not undone yet: {failure}. Nothing is lost, and the process stands still: run `sublet \

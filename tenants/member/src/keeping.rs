@@ -47,7 +47,8 @@ pub trait Desk: Debug + Send {
 
 /// The refusal of a process that has no such part.
 pub(super) fn not_kept() -> Failure {
-    // It joined by the Rust crate `sublet-member` alone: join by `tenants::keep`.
+    // A program joined by the Rust crate `sublet-member` alone, which has no preparing, saving or moving of contents.
+    // Nothing was changed. Join by `tenants::keep`.
     FailureKind::Unknown
         .because(format!("process {PID} does nothing with saved contents but pause and resume"))
 }

@@ -80,7 +80,8 @@ impl Lifecycle {
         if state == MemberState::Faulted {
             return Err(faulted());
         }
-        // Another failure has left it there. The next pause or resume repairs it.
+        // An earlier failure left the process in another state than its tenant. No contents are lost. The next
+        // `sublet pause` or `sublet resume` repairs the state.
         Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
     }
 

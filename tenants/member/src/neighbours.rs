@@ -62,7 +62,8 @@ impl Presence {
                 client.listens_at = Some(socket);
                 Ok(())
             }
-            // The process that asks is another than it says, or of no tenant.
+            // A process requests memory under the name of another process. It is a program of no tenant, or this is a
+            // fault of Sublet. No memory was given. Start the program in the tenant that the message names.
             Ok(Err(member)) => Err(FailureKind::Unknown.because(format!(
                     "process {PID} gives no memory to {}: it asks as {importer} of tenant {tenant}, which is {}; start it \
                      in that tenant (sublet run --tenant {tenant})",
@@ -79,7 +80,8 @@ impl Presence {
     }
 }
 
-/// The process that asks is in no tenant that may have the memory.
+/// A process requests memory, and is in no tenant that may have it. No memory was given. Start it with `sublet run
+/// --tenant NAME`.
 fn no_process_of(importer: MemberId, tenant: &TenantName) -> Failure {
     FailureKind::Unknown
         .because(format!("process {PID}: {importer} is no process of tenant {tenant}"))
@@ -90,7 +92,8 @@ fn named(peer: Peer) -> String {
     format!("{peer} (user {})", geteuid())
 }
 
-/// The answer of the system is in the brackets.
+/// The system did not say which process requests memory; its answer is in the brackets. No memory was given. Try
+/// again. If descriptors are short, raise the limit (`ulimit -n`).
 fn not_seen(error: &io::Error) -> Failure {
     let is_over_soon = error.raw_os_error() == Some(Errno::EAGAIN as i32);
     let kind = if is_over_soon { FailureKind::NotNow } else { FailureKind::Driver };

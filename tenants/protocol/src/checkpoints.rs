@@ -15,17 +15,20 @@ pub enum CheckpointError {
     /// There is no driver here that can.
     #[error("{reason}")]
     Unavailable { reason: String },
-    /// The driver refused a call about another process.
+    /// The driver refused to freeze or restore a process. The message has the call and the driver's code. The
+    /// contents are kept. The next command tries again.
     #[error("{call} failed with {code}")]
     Driver { call: &'static str, code: DriverCode },
-    /// The driver did not answer, and may still be at it. The next command continues it.
+    /// The driver gave no answer while it froze or restored a process, and may still be busy. The contents are kept.
+    /// The next command continues.
     #[error("{call} did not return within {} s", waited.as_secs())]
     Silent {
         call: &'static str,
         /// For how long it was waited for.
         waited: Duration,
     },
-    /// The process is not where the call needs it. The next command continues it.
+    /// The process is not in the state that the driver needs before it can freeze or restore it. The contents are
+    /// kept. The next command continues.
     #[error("the driver says that it is {state:?}")]
     State { state: ProcessState },
 }

@@ -33,7 +33,8 @@ pub enum Class {
     Guaranteed,
 }
 
-/// A text that is no class. In `SUBLET_TURNS` it counts as not set, and a note says so.
+/// The class in `--class`, or in `SUBLET_TURNS`, is unknown. `sublet run` does not start the job. Without `sublet
+/// run`, the word counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no class: say guaranteed, fair or background")]
 pub struct ClassError {
@@ -61,7 +62,8 @@ impl FromStr for Class {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Weight(NonZeroU32);
 
-/// A text that is no weight. In `SUBLET_TURNS` it counts as not set, and a note says so.
+/// The weight in `--weight`, or in `SUBLET_TURNS`, is not a number from 1 to the limit. `sublet run` does not start
+/// the job. Without `sublet run`, the number counts as not set, and a note says so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is no weight: give a number from 1 to {}", Weight::MAX)]
 pub struct WeightError {
@@ -128,7 +130,8 @@ pub enum TurnSettingsError {
     /// A wrong time; the text says what is expected.
     #[error("{0}")]
     Wait(String),
-    /// There is something else in `SUBLET_TURNS`. It counts as not set, and a note says so.
+    /// A part of `SUBLET_TURNS` is wrong and counts as not set. Give some of
+    /// `auto,deep,class=background,weight=2,wait=2m`.
     #[error("'{given}' is none of auto, deep, class=, weight= and wait=")]
     Unknown {
         /// The start of it.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "kebab-case")]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Code {
-    /// The command line, a setting, or the directory to save to is wrong.
+    /// The command line, a setting, or the directory to save to is wrong. The message names the word that is wrong.
     /// Nothing was changed.
     /// Next: `sublet --help`.
     Usage,
@@ -23,16 +23,16 @@ pub enum Code {
     /// Nothing was changed. The message has the tags that are there.
     /// Next: `sublet ps -v`.
     UnknownTag,
-    /// Another process pauses, resumes or switches, or a tenant has a turn.
-    /// Nothing was changed. The message names who it is.
+    /// Another process pauses, resumes or switches, or a tenant has a turn. The message names it.
+    /// Nothing was changed. Wait for it (`--wait`, where the command has it), or end it.
     /// Next: `sublet turns`.
     Busy,
     /// Ctrl-C or SIGTERM called the command off.
-    /// The message has the state of the tenant.
+    /// Before the point of no return everything was undone. The message has the state of the tenant.
     /// Next: `sublet ps`.
     CalledOff,
-    /// A process is stopped, silent or gone.
-    /// The message has the state of the tenant.
+    /// A process is stopped, silent or gone. A stopped one answers when it continues (`kill -CONT PID`).
+    /// The message has the state of the tenant. `--timeout` gives a busy process more time.
     /// Next: `sublet ps`.
     NoAnswer,
     /// A GPU has too little free memory for a resume.
@@ -42,29 +42,32 @@ pub enum Code {
     GpuFull,
     /// Host memory, or the disk for saved contents, is too full.
     /// The tenant is as before. The message names the limit.
+    /// It is `SUBLET_HOST_BYTES_MAX`, a control group, the memory that the kernel has available, or the disk.
+    /// Free some, or mark contents that may be lost as `discard`.
     /// Next: `sublet doctor`.
     HostFull,
-    /// A CUDA graph is being captured.
+    /// A process was capturing a CUDA graph until the deadline, and a pause would end the capture.
     /// The tenant runs on. A longer deadline lets the capture end.
     /// Next: `sublet pause TENANT --timeout 2m`.
     InCapture,
     /// The ranks did not reach a common cut, or their devices did not finish, before the deadline.
-    /// The tenant runs on. Look at the rank in host code, which the message names.
+    /// A rank is stuck or needs longer, much work is queued, or a kernel never ends.
+    /// The tenant runs on. The message has the place of each rank: look first at the rank that is in host code.
     /// Next: `sublet pause TENANT --timeout 2m`.
     NotInTime,
-    /// Not all processes of the application called `ncclPause` or `ncclResume` in time.
-    /// Nothing was changed.
+    /// Not all processes of the application called `ncclPause` or `ncclResume` within `SUBLET_WAIT`.
+    /// Nothing was changed. Helper processes that use CUDA must call too.
     /// Next: `sublet ps`.
     NoConsent,
     /// The tenant is in another state than the command needs: paused as a whole, or with nothing saved.
     /// Nothing was changed.
     /// Next: `sublet ps`.
     WrongState,
-    /// Other processes have the memory open, or it belongs to a paused tenant.
-    /// Nothing was changed.
+    /// Another tenant has the memory open, or the memory belongs to a paused tenant. The message names that tenant.
+    /// Nothing was changed. Close the memory there, or resume its owner first.
     /// Next: `sublet ps -v`.
     Shared,
-    /// New processes joined during each try of the pause.
+    /// Eight times a new process joined during the pause, and each try was undone.
     /// The tenant runs on. Wait until the job has started.
     /// Next: `sublet pause TENANT`.
     Joined,
@@ -73,18 +76,18 @@ pub enum Code {
     /// Next: `sublet stats TENANT`.
     VersionsDiffer,
     /// A process has lost contents, and can neither be paused nor resumed.
-    /// What it has saved can be written to files. End it then.
+    /// Its saved contents can be written to files. Then end it.
     /// Next: `sublet save TENANT DIR`.
     Lost,
-    /// The driver refused a call, or the disk of saved contents failed.
-    /// The message has the state of the tenant.
+    /// The driver refused a call, or the disk of saved contents failed. The message has the call and the driver's code.
+    /// The message has the state of the tenant. A resume that failed can be tried again.
     /// Next: `sublet doctor`.
     Driver,
-    /// The run directory is not usable.
+    /// The directory for sockets and locks (`SUBLET_RUN_DIR`) cannot be used.
     /// Nothing was changed. The message has the problem and its remedy.
     /// Next: `sublet doctor`.
     RunDir,
-    /// The message has the cause and the state.
+    /// No other code fits. The message has the cause and the state.
     /// Next: `sublet doctor`.
     Other,
 }

@@ -21,13 +21,15 @@ pub struct Standing<'a> {
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FamilyRefusal {
-    /// No side names a family.
+    /// Two tenants share memory only if both name one family, and neither does. The memory was not opened. Start both
+    /// with the same `--family NAME`.
     #[error(
         "the memory is of tenant '{lender}', and tenant '{borrower}' may not open it: start both with one family \
          (sublet run --family NAME, or SUBLET_FAMILY), or run both in one tenant"
     )]
     NoFamily { lender: TenantName, borrower: TenantName },
-    /// One side names a family, and the other none.
+    /// Two tenants share memory only if both name one family, and one of them names none. The memory was not opened.
+    /// Start the other with the same `--family NAME`.
     #[error(
         "the memory is of tenant '{lender}', and tenant '{borrower}' may not open it: only '{named_by}' names family \
          '{family}'; start '{missing}' with it too (sublet run --tenant {missing} --family {family}, or SUBLET_FAMILY)"
@@ -39,7 +41,7 @@ pub enum FamilyRefusal {
         missing: TenantName,
         family: FamilyName,
     },
-    /// Both sides name a family, and not the same.
+    /// The two tenants name different families. The memory was not opened. Start both with the same `--family NAME`.
     #[error(
         "the memory is of tenant '{lender}' in family '{lenders}', and tenant '{borrower}' in family '{borrowers}' may \
          not open it: start both with the same --family"

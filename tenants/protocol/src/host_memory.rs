@@ -128,7 +128,9 @@ pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
     HostBudget(left.min())
 }
 
-/// The processes of a tenant need more host memory than a limit leaves them. The message names the limit.
+/// The host has too little memory for the contents of the tenant. The message names the limit:
+/// `SUBLET_HOST_BYTES_MAX`, a control group, or the memory that the kernel has available. The job runs on. Free host
+/// memory, raise the limit, or mark contents that may be lost as `discard`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "saving {saved_bytes} bytes of {processes} process(es) needs {demand_bytes} bytes of host memory, and {kind} \

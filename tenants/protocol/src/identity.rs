@@ -8,7 +8,8 @@ use vmm_pool::PeerId;
 /// Longest tenant name, in bytes: it becomes a directory name inside a socket path of 107 bytes.
 pub const TENANT_NAME_BYTES_MAX: usize = 40;
 
-/// A text that is no name of a tenant or family.
+/// The name of a tenant (`--tenant`) or family (`--family`) has letters that are not allowed. Nothing was started or
+/// changed. Give another name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{given}' is no {what}: use 1 to {TENANT_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', \

@@ -83,25 +83,28 @@ static SHARED: Mutex<Regions> = Mutex::new(Regions {
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegionError {
-    /// The tag is empty or too long.
+    /// The tag of a region is empty or too long. The region was not begun. Give a shorter name.
     #[error("a region's tag has 1 to {TAG_BYTES_MAX} bytes, not {length}")]
     BadTag { length: usize },
-    /// The tag has another policy.
+    /// A tag has one policy as long as its process lives. The region was not begun. Use another tag for the other
+    /// policy.
     #[error(
         "tag '{tag}' has the policy {was:?} in this process and cannot be {now:?} too: use another tag for \
          memory with another policy"
     )]
     OtherContents { tag: String, was: Contents, now: Contents },
-    /// The tag is that of a library's own memory.
+    /// The tag `nccl` names the memory of NCCL itself. The region was not begun. Use another tag.
     #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
     LibrarysTag { tag: String },
-    /// A process has too many tags.
+    /// The process has used more tags than the limit. The region was not begun. Give tensors of one kind the same
+    /// tag.
     #[error("this process has used {TAGS_MAX} tags: a tag names a kind of memory, not one tensor")]
     TooManyTags,
-    /// Regions are nested too deep.
+    /// More regions are open in one thread than the limit: an end is missing. The region was not begun.
     #[error("regions are nested {DEPTH_MAX} deep: an end is missing on this thread")]
     TooDeep,
-    /// No region is open on this thread.
+    /// The thread ends a region that it has not begun. Nothing was changed. End each region in the thread that began
+    /// it.
     #[error("no region is open on this thread: end regions on the thread that began them")]
     NotOpen,
     /// A region for all threads is open already, or none is.

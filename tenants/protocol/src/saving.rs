@@ -29,7 +29,8 @@ pub enum SaveDirError {
         #[source]
         source: io::Error,
     },
-    /// Something is in it: files of an earlier save, perhaps.
+    /// The directory for `sublet save` has files in it, perhaps of an earlier save. Nothing was written. Give an
+    /// empty or a new directory.
     #[error("{} is not empty: give an empty or a new directory", path.display())]
     NotEmpty { path: PathBuf },
     /// Others could read or replace what is written there.
@@ -39,7 +40,8 @@ pub enum SaveDirError {
         /// The problem, and what to do.
         problem: String,
     },
-    /// The path leads elsewhere here. Mount one directory into all containers under one path.
+    /// The command and the job see different directories under this name, as in two containers. Nothing was written.
+    /// Mount one directory into all containers under one path.
     #[error(
         "{} is another directory for this process than for the one that asks: they see different filesystems, as \
          in containers; name one that both see",

@@ -14,7 +14,7 @@ const DECIMALS_MAX: usize = 9;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Size(pub u64);
 
-/// A text that is no size.
+/// The text is no size; the message quotes it. Nothing was changed. Give a number with a unit, such as `512MiB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no size: say for example 512MiB or 1.5GiB")]
 pub struct NoSize;

@@ -70,7 +70,8 @@ pub enum Event {
     Lost,
 }
 
-/// An event that does not fit the state. The next pause or resume repairs it.
+/// The process is in another state than this step needs. Its memory is unchanged. The next `sublet pause` or `sublet
+/// resume` repairs the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{event:?} is not possible while {state:?}")]
 pub struct InvalidTransition {

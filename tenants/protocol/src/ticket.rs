@@ -69,7 +69,8 @@ pub struct Ticket {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// The ticket was written by another version of Sublet.
+    /// The process that sent the memory has another version of Sublet. The memory was not opened. Run all processes
+    /// of the job with one version.
     #[error(
         "this descriptor is a Sublet ticket of version {found}, and this process knows version {TICKET_VERSION}: run \
          all processes of a tenant with one Sublet version"
@@ -78,19 +79,22 @@ pub enum TicketError {
         /// Its version.
         found: u16,
     },
-    /// The ticket ends too early: it was cut short on its way.
+    /// The description of the shared memory was cut short between the two processes. The memory was not opened. Let
+    /// the owner send it again. If that fails too, this is a fault of Sublet.
     #[error("this descriptor is a Sublet ticket of {length} bytes that should have {TICKET_BYTES}")]
     Truncated {
         /// Its length in bytes.
         length: usize,
     },
-    /// A part of the ticket makes no sense.
+    /// A field in the description of the shared memory is invalid. The memory was not opened. The processes have
+    /// different versions, or this is a fault of Sublet.
     #[error("this descriptor is a Sublet ticket with a bad {field}")]
     Malformed {
         /// The name of the bad part.
         field: &'static str,
     },
-    /// The system refused to read the ticket.
+    /// The system refused to read the description of the shared memory. Its answer follows. The memory was not
+    /// opened; the owner may send it again.
     #[error("a Sublet ticket could not be read")]
     Io(#[from] io::Error),
 }

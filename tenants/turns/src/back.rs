@@ -30,7 +30,8 @@ const REST: Duration = Duration::from_hours(1);
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
     let again = move |text: &str| {
-        // A defect of ours.
+        // The thread that resumes this tenant at its turn has failed, and starts again. The job runs on. This is a
+        // fault of Sublet.
         after_panic.notes().add(format!(
             "Sublet failed inside, watching for its turn ({text}), and begins again; report this"
         ));
@@ -39,7 +40,9 @@ pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     };
     let thread = vmm_pool::threads::spawn("sublet-back", move || watch(&watched), again);
     if let Err(error) = thread {
-        // `sublet resume` or `sublet switch` brings it back.
+        // The system gave the process no thread that resumes the tenant at its turn. The job runs on. If another
+        // tenant has it paused, run `sublet resume TENANT`. Raise the limit of threads (`ulimit -u`) for the next
+        // start.
         member.notes().add(format!(
             "nobody brings this tenant back when others have it paused for theirs: no thread ({error})"
         ));
@@ -119,7 +122,8 @@ impl Sinking {
         };
         self.not_before = Some(Instant::now() + self.after_failure);
         if let Some(why) = failed {
-            // A deep pause is not possible, so the tenant is paused without it.
+            // The settings want a deep pause for the turns of other tenants (`SUBLET_TURNS=deep`), and the driver
+            // cannot do one here. The tenant is paused with its CUDA contexts on the GPUs. The reason follows.
             member.notes().add(format!("its contexts stay on the GPUs while it rests: {why}"));
         }
     }

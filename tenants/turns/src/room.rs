@@ -110,7 +110,9 @@ pub fn wait_for_room<D: Driver, T, E>(
         }
         Err(error) => chain(&error),
     };
-    // No tenant could be paused in time, so the application got out of memory. The tenants in the way follow.
+    // With `SUBLET_TURNS=auto`, an allocation waited until other tenants were paused, and none was in time. The
+    // application got "out of memory", and runs on. The message names the tenants that hold the memory. Give a longer
+    // wait (`SUBLET_TURNS=auto,wait=5m`), or pause one of them.
     member.notes().add(format!(
         "an allocation of {} bytes on {gpu} was refused after it had waited for {} s: {why}",
         allocation.size_bytes,

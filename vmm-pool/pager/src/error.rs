@@ -12,7 +12,8 @@ pub enum PageError {
     /// The pool or the driver refused.
     #[error(transparent)]
     Pool(PoolError),
-    /// The host cannot hold the contents. Nothing has moved.
+    /// Each paged byte has its place in host memory, and the host has too little. Nothing has moved. Free host
+    /// memory, raise `SUBLET_HOST_BYTES_MAX` or the limit of the container, or page less.
     #[error(
         "copies of memory that is paged need {grow_bytes} more bytes of host memory ({needed_bytes} with what else is \
          saved there), and {available_bytes} are available: free some (sublet ps shows who holds how much), raise \
@@ -26,7 +27,8 @@ pub enum PageError {
         /// By how much it may, in bytes.
         available_bytes: u64,
     },
-    /// The memory that is used together does not fit. The first figure is the least that works.
+    /// One step uses more paged memory together than the frames on the GPU hold. Nothing has moved. The first figure
+    /// of the message is the least that works: give that many bytes of frames.
     #[error(
         "{needed_bytes} bytes are used together and the frames for paging have {frames_bytes}: give at least \
          {needed_bytes} bytes of frames, or use less together"
@@ -37,7 +39,8 @@ pub enum PageError {
         /// The bytes that the frames hold.
         frames_bytes: u64,
     },
-    /// The window has no room for more.
+    /// The address range of this window is used up. The memory was not allocated. Free paged memory that is not
+    /// needed.
     #[error(
         "{asked_bytes} bytes do not fit the window of {window_bytes} bytes for paging: free what is not needed there"
     )]
@@ -47,7 +50,8 @@ pub enum PageError {
         /// All of the window, in bytes.
         window_bytes: u64,
     },
-    /// The device allocates memory in other sizes.
+    /// In C, `sublet_page_open` got a chunk size that the GPU cannot allocate. No window was opened. Give a multiple
+    /// of the size in the message.
     #[error(
         "{device} allocates memory by {granularity_bytes} bytes, of which {chunk_bytes} is no multiple: give chunks of a \
          multiple of that"
@@ -60,10 +64,11 @@ pub enum PageError {
         /// The device.
         device: DeviceOrdinal,
     },
-    /// No bytes were requested.
+    /// In C, `sublet_page_alloc` got the size 0. Nothing was allocated. Give at least 1.
     #[error("0 bytes of paged memory have no address: ask for at least 1")]
     NoBytes,
-    /// There is no such span.
+    /// The program has already freed this paged memory, or never had it. Nothing was changed. Give an address that
+    /// `sublet_page_alloc` returned.
     #[error(
         "{address} is the start of nothing that is paged: give an address that came from there"
     )]
@@ -71,7 +76,8 @@ pub enum PageError {
         /// The address that was given.
         address: DeviceAddress,
     },
-    /// Frames were not free in time. The time of a pause does not count.
+    /// The frames were still in use by the GPU at the deadline. The call failed, and no contents are lost. The time
+    /// of a pause does not count. Look for a kernel that does not end.
     #[error("waiting for {what} took longer than {} s: is the GPU busy with work that does not end?", limit.as_secs())]
     Late {
         /// The event that was waited for.
@@ -79,13 +85,13 @@ pub enum PageError {
         /// The deadline.
         limit: Duration,
     },
-    /// The pager has ended.
+    /// The program uses a pager that it has closed. Nothing was changed. Make another pager.
     #[error("paging on {device} has ended: make it again")]
     Ended {
         /// The device.
         device: DeviceOrdinal,
     },
-    /// The thread could not be started. Look at `ulimit -u`.
+    /// The system gave no thread for paging. No pager was made. Raise the limit of threads (`ulimit -u`).
     #[error("no thread for paging could be had: {0}")]
     NoThread(#[source] std::io::Error),
     /// The same as another caller was told.

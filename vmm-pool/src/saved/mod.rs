@@ -19,19 +19,22 @@ use crate::store::{Located, Part, Saved, Store};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SavedError {
-    /// Some of the range is mapped to no allocation of the pool's.
+    /// `sublet.host_copy` got a range that is not wholly memory that Sublet keeps. Nothing was copied. Give the
+    /// address and size of an allocation.
     #[error("no allocations of this process under Sublet hold all of {0}..{1}")]
     NotOurs(DeviceAddress, DeviceAddress),
-    /// The memory is on its device.
+    /// `sublet.host_copy` reads saved contents, and this memory is on the GPU. Nothing was copied. Read it there, or
+    /// pause it first.
     #[error("the memory at {0} is on its device: read it there, or pause it first")]
     Resident(DeviceAddress),
-    /// The memory is away, and its contents were not kept on the host. `sublet_host_copy_out` reads those in files.
+    /// The contents were discarded, or are in a file. In C, `sublet_host_copy_out` reads files. Nothing was copied.
     #[error("the contents at {0} were not kept in host memory: their region's policy is another")]
     NotKept(DeviceAddress),
-    /// The saved bytes lie in several pieces, or some are zero and lie nowhere. In C, call `sublet_host_copy_out`.
+    /// The saved bytes lie in several pieces, or some are zero and have no place. Nothing was copied. In C, call
+    /// `sublet_host_copy_out`; Python does that for you.
     #[error("the saved contents at {0} lie in several pieces of host memory: copy them out")]
     InPieces(DeviceAddress),
-    /// The contents are in a file, and the system does not read them.
+    /// The saved contents are in a file, and the disk did not read them. Its answer follows. Nothing was copied.
     #[error("the saved contents at {0} cannot be read from their file: {1}")]
     Unreadable(DeviceAddress, std::io::ErrorKind),
 }

@@ -47,22 +47,26 @@ pub struct Activity {
 /// Why the devices were not seen to finish. The gate is still shut.
 #[derive(Debug, thiserror::Error)]
 pub enum DrainError {
-    /// Devices had work left at the deadline. Pause between steps, or with a longer `--timeout`.
+    /// The GPU still had work at the deadline. Much work is queued, or a kernel never ends. The pause was undone, and
+    /// the job runs. Pause between two steps, or with a longer `--timeout`.
     #[error("the devices did not finish in time")]
     Deadline {
         /// The activity that was seen last.
         seen: Activity,
     },
-    /// The wait was called off, since another process failed: look at its reason.
+    /// Another process of the tenant failed, so this one stopped its wait. The pause was undone. Look at the reason
+    /// of the other process.
     #[error("the wait for the devices was called off")]
     CalledOff,
-    /// Streams are under capture, which a wait for a device would end. At least so many.
+    /// At least so many CUDA streams are being captured, and a wait for the GPU would end the capture. The job runs
+    /// on. Pause again after the capture.
     #[error("{count} stream(s) are being captured")]
     InCapture {
         /// The number of streams that are seen under capture.
         count: usize,
     },
-    /// The system gave no thread to wait with. Look at `ulimit -u`.
+    /// The system gave no thread that waits for the GPU. The pause was undone, and the job runs. Raise the limit of
+    /// threads (`ulimit -u`).
     #[error("no thread to wait for {place} with: {source}")]
     NoThread {
         /// The place that was to be waited for.
@@ -71,7 +75,8 @@ pub enum DrainError {
         #[source]
         source: std::io::Error,
     },
-    /// The driver refused to wait, or work has failed.
+    /// A driver call failed while Sublet waited for the GPU, or work of the job itself has failed. The driver's code
+    /// stands first. If the job fails too, its next call reports the same code.
     #[error("{source}: waiting for {place}")]
     Driver {
         /// The place that was waited for.

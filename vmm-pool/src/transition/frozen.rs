@@ -43,15 +43,17 @@ pub struct Frozen<D: Driver> {
 /// Why a process was not frozen. It is as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotFrozen {
-    /// The memory of the process is not away. Pause it again.
+    /// A deep pause needs a process whose memory is away, and here it is not. Nothing was frozen. Run `sublet pause
+    /// TENANT --deep` again.
     #[error("the gate is not shut behind memory that is away")]
     NotAway,
-    /// Host memory was being pinned for the next pause, and that did not end in time. `sublet ps` shows it: pause
-    /// deep again after it.
+    /// The driver was pinning host memory for the next pause until the deadline. The tenant stays paused. When
+    /// `sublet ps` shows no more pinning, run `sublet pause TENANT --deep` again.
     #[error("the driver is still pinning host memory for the next pause")]
     Pinning,
-    /// Threads of the application's are inside calls that the driver would end the process for. The tenant stays
-    /// paused: pause it deep again, or leave it so.
+    /// A thread waits for work of another process, or for an event that no process records. In a deep pause the
+    /// driver would end the process for such a call. The tenant stays paused, with all contents. Run `sublet pause
+    /// TENANT --deep` again, or leave it so.
     #[error(
         "{0} threads are still inside calls that ask about work or wait for it (cuStreamSynchronize and its like) after {waited_s} s",
         waited_s = .1.as_secs()

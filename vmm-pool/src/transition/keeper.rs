@@ -153,8 +153,8 @@ pub enum NotShut {
     /// Calls did not come out in time.
     #[error(transparent)]
     StillInside(#[from] StillInside),
-    /// The gate is not in the mode from which the operation begins. `sublet pause` or `sublet resume` brings all
-    /// processes to one state.
+    /// The process is in another state than this step needs. Nothing was changed. `sublet pause` or `sublet resume`
+    /// brings all processes to one state.
     #[error("the gate is not {0}")]
     Elsewhere(&'static str),
 }

@@ -2,7 +2,7 @@
 
 The framework's own code says which tensors go. The first time it takes them to host memory itself, and brings
 them back inside a region: so exactly what it moves has a tag, whatever the model, the optimizer or the version.
-From then on they leave and come back by that tag, at link speed and to the same addresses. Where the
+From then on they leave and return by that tag, at link speed and to the same addresses. Where the
 framework has made other tensors since, as by loading a checkpoint, it moves them itself once more.
 
 Errors of a pause or resume change nothing here: the same call can be made again.
@@ -70,7 +70,7 @@ class Moved:
 
     @property
     def is_tagged(self) -> bool:
-        """Does it leave and come back by tag?"""
+        """Does it leave and return by tag?"""
         return self._where in (_Where.TAGGED, _Where.AWAY)
 
     def offload(self, theirs: Callable[[], object], tensors: Tensors) -> None:
@@ -223,7 +223,7 @@ class Movables:
 
 
 class Nccl:
-    """NCCL's memory in this process, which leaves and comes back as a whole."""
+    """NCCL's memory in this process, which leaves and returns as a whole."""
 
     def __init__(self) -> None:
         self.is_away = False
@@ -235,7 +235,7 @@ class Nccl:
             self.is_away = True
 
     def come_back(self) -> None:
-        """It comes back. The first rank brings it back for all."""
+        """Resumes it. The first rank does so for all."""
         if self.is_away:
             resume("nccl")
             self.is_away = False

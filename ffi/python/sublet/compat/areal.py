@@ -1,4 +1,4 @@
-"""AReaL: NCCL's memory leaves and comes back with the engine's.
+"""AReaL: NCCL's memory leaves and returns with the engine's.
 
 AReaL's training engines take their memory off the device by ``torch_memory_saver``, for which Sublet has a
 drop-in, and leave NCCL's where it is. With :func:`install`, ``offload()`` and ``onload()`` take that along.

@@ -1,7 +1,7 @@
 """OpenRLHF: DeepSpeed's states sleep in place.
 
 With ``--ds.enable_sleep`` OpenRLHF has DeepSpeed copy optimizer states, gradients and full-precision parameters
-to the host and back around each training phase. With :func:`install` the same memory leaves and comes back by
+to the host and back around each training phase. With :func:`install` the same memory leaves and returns by
 tag. The parameters that log probabilities and weight updates need stay, as they do without.
 """
 

@@ -2,7 +2,7 @@
 
 These frameworks destroy their process groups before they sleep and build them again when they wake up, since
 NCCL's memory would stay otherwise. With :func:`install` the groups stay as they are, their memory leaves at the
-same moment, and comes back to the same addresses.
+same moment, and returns to the same addresses.
 
 The trainer's processes are a tenant of their own, in one family with the engine's: NCCL's memory leaves in
 all processes of a tenant.

@@ -1,7 +1,7 @@
 """verl: the FSDP engine's model and optimizer leave in place.
 
 With ``param_offload`` and ``optimizer_offload`` verl's FSDP engine copies both to the host and back around each
-phase, to other addresses each time. With :func:`install` they leave and come back by tag. Its other engines
+phase, to other addresses each time. With :func:`install` they leave and return by tag. Its other engines
 do what they do without.
 """
 

@@ -40,7 +40,8 @@ fn found(path: &CStr, is_watched: bool) {
     if is_watched {
         tracing::debug!(%path, "NCCL EP");
     } else if let Some(member) = runtime::member() {
-        // Its exchanges are not counted: pause between steps.
+        // Sublet does not count the exchanges of the second library, so a pause in the middle of one may time out.
+        // The job runs on. Pause between two steps.
         member.notes().add(format!(
             "a second NCCL EP is in use, {path}: a pause in the middle of its exchanges may time out"
         ));

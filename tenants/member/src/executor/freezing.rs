@@ -25,7 +25,8 @@ impl<D: Driver> Executor<D> {
         }
         self.lifecycle.expect(MemberState::Paused)?;
         if self.stood_without_tags() {
-            // A process is frozen only if all of its memory is away: resume the tenant, then pause it deep.
+            // Sublet takes the CUDA context of a process away only after all of its memory. Here only a tag is
+            // paused. Resume the tenant, then run `sublet pause TENANT --deep`.
             return Err(wrong_state(format!(
                 "process {PID} is paused by tag, and its other memory is on the GPU"
             )));
@@ -42,7 +43,8 @@ impl<D: Driver> Executor<D> {
             }
             Err(Failed { state, error }) => {
                 self.progress = Progress::Rest(*state);
-                // The reason follows. The tenant stays paused: pause it deep again.
+                // The CUDA context of the process is still on the GPU; the reason follows. The tenant stays paused,
+                // with its contents. `sublet pause TENANT --deep` tries again.
                 Err(FailureKind::NotNow.because(format!("process {PID} was not frozen: {error}")))
             }
         }

@@ -28,7 +28,8 @@ pub(super) fn may_close<D: Driver>(
     let all = participants(is_deep, takes_memory, names_nccl && !stands);
     for (_, name, veto) in all.into_iter().filter(|(is_used, ..)| *is_used) {
         if let Some(failure) = veto(member) {
-            // The feature that refuses is in the brackets.
+            // A part of Sublet refuses the pause, and the job runs on. The brackets name the part: a deep pause,
+            // `attach`, registrations, NCCL or captures. Look up the reason in front of the brackets.
             return Err(failure.kind.because(format!("{failure} (refused by: {name})")));
         }
     }
@@ -52,22 +53,28 @@ fn participants<D: Driver>(contexts: bool, memory: bool, nccl: bool) -> [Partici
 /// launches none.
 fn ungated<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().ungated)().filter(|_| !member.asking.is_for_pause())?;
+    // A library that the message names starts GPU work without Sublet, so Sublet cannot stop that work. The job runs
+    // on. Pause from inside the program, between its steps.
     Some(wrong_state(format!(
         "process {PID} cannot be paused from outside: {why}; or pause it from inside, between its steps \
          (sublet_pause_tenant)"
     )))
 }
 
-/// Refuses to take memory away that a device may hold the pages of, unseen by us: it would go on reading and writing
-/// there. `SUBLET_WITHOUT_PINS` names device files that hold none.
+/// Refuses to take memory away that a device may hold the pages of, unseen by us: the device would still read and write
+/// there.
 fn unseen_pins<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().unseen_pins)()?;
+    // A device, such as a network card, may write into the memory, and Sublet cannot see whether it does. The job
+    // runs on. If you know that it does not, name its device file in `SUBLET_WITHOUT_PINS`.
     Some(wrong_state(format!("process {PID} cannot be paused: {why}")))
 }
 
 /// Refuses to take NCCL's memory from a process that runs on, where work that we do not hold back may need it.
 fn unseen_nccl<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().unseen_nccl)()?;
+    // The process uses a second NCCL, or kernels that communicate without NCCL's calls. Sublet cannot stop this work
+    // while the process runs. The job runs on. Pause the whole tenant instead.
     Some(wrong_state(format!(
         "NCCL's memory of process {PID} cannot be paused alone: {why}; pause the whole tenant instead"
     )))
@@ -107,7 +114,8 @@ pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
     } else {
         (member.config().unfreezable)()
     };
-    // A deep pause would end the job. A pause without `--deep` is possible.
+    // After a deep pause the driver could not restore this process, so Sublet refuses it. The job runs on. A pause
+    // without `--deep` frees its memory.
     Some(wrong_state(format!(
         "the driver could not bring process {PID} back from a deep pause: {why}; a pause without --deep \
          frees its memory",

@@ -197,7 +197,8 @@ impl<D: Driver> Executor<D> {
             NotShut::StillInside(inside) => {
                 let late = FailureKind::DrainTimeout;
                 let kind = if is_called_off { FailureKind::CalledOff } else { late };
-                // Threads are inside calls of the driver, and did not return in time.
+                // Threads of the process are inside driver calls that did not return before the deadline. The job
+                // runs on. Pause between two steps of the job, or give a longer `--timeout`.
                 kind.because(format!(
                     "process {PID}: {inside}; pause at a step boundary, or give a longer timeout"
                 ))
@@ -282,7 +283,8 @@ impl<D: Driver> Executor<D> {
     /// Puts `progress` back: the requested step does not follow it.
     pub(super) fn out_of_turn(&mut self, progress: Progress<D>) -> Failure {
         self.progress = progress;
-        // Two commands were active, or one was lost. The next pause or resume repairs it.
+        // Two commands worked on the process simultaneously, or one ended early. No contents are lost. The next
+        // `sublet pause` or `sublet resume` repairs the state.
         wrong_state(format!("process {PID}: this step does not follow the one before"))
     }
 

@@ -221,7 +221,8 @@ impl<D: Driver> Executor<D> {
             MemberState::Faulted => Reply::Failed(faulted()),
             MemberState::Deep => Reply::Failed(frozen(self.member.presence.tenant())),
             state @ (MemberState::Offloading | MemberState::Restoring) => {
-                // The process is changing its state: try again.
+                // The process is being paused or resumed, so the size of a resume is not known. Nothing was changed.
+                // Try again.
                 Reply::Failed(wrong_state(format!(
                     "process {PID} is {state:?}: what a resume needs is known when it runs or is paused"
                 )))

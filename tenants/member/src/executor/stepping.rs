@@ -145,7 +145,8 @@ impl<D: Driver> Stepper<'_, D> {
             return Ok(false);
         }
         if self.draining.wants_capture() {
-            // A CUDA graph is about to be captured.
+            // The GPU waits for work that the process is about to capture as a CUDA graph. The job runs on. Pause
+            // again after the capture, or give a longer `--timeout`.
             return Err(FailureKind::InCapture.because(format!(
                     "process {PID} is about to capture a stream, and its devices wait for what comes then: pause again \
                      when the capture has ended"

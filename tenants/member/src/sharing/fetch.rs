@@ -29,7 +29,8 @@ use sublet_protocol::wire::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportError {
-    /// The ticket belongs to another tenant, and this process names no family.
+    /// Memory of one tenant was sent to a process of another, and this process names no family. The memory was not
+    /// opened. Start both with one `--family NAME`.
     #[error(
         "the ticket is of tenant {theirs}, and this process is in {ours} and names no family: start both with one family \
          (sublet run --family NAME, or SUBLET_FAMILY), or run both in one tenant, to let them share device memory"
@@ -40,7 +41,8 @@ pub enum ImportError {
         /// Ours.
         ours: String,
     },
-    /// The ticket names a tenant that is not there. Two containers may not share the directory.
+    /// The tenant that owns the memory is not in this run directory. Two containers may use different directories.
+    /// The memory was not opened. Give both the same `SUBLET_RUN_DIR`.
     #[error(
         "the ticket is of tenant {theirs}, which is not in this process's run directory: start both with one \
          SUBLET_RUN_DIR"
@@ -49,7 +51,8 @@ pub enum ImportError {
         /// The tenant of the ticket.
         theirs: String,
     },
-    /// The tenant that the memory is borrowed from is paused. Resume it first.
+    /// The resume needs memory of a lender, and that tenant is paused. This tenant stays paused, and nothing is lost.
+    /// Resume the lender first; the message names it.
     #[error("{count} allocations that this process has open are another tenant's: {failure}")]
     LenderAway {
         /// Allocations that were requested.
@@ -57,7 +60,8 @@ pub enum ImportError {
         /// The failure that the owner reported.
         failure: Failure,
     },
-    /// The memory is on a device that this process does not see.
+    /// The owner of the memory uses a GPU that this process does not see. The memory was not opened. Start both
+    /// tenants with the same `CUDA_VISIBLE_DEVICES`.
     #[error(
         "the memory is on GPU {device}, which this process does not see: start both tenants with the same GPUs \
          (CUDA_VISIBLE_DEVICES)"
@@ -66,20 +70,23 @@ pub enum ImportError {
         /// The machine-wide name.
         device: String,
     },
-    /// The allocation has been freed.
+    /// The owner freed the memory before this process opened it. Nothing was opened. The owner must keep the memory
+    /// until the other process has it.
     #[error("the ticket is stale: its allocation {id:?} has been freed")]
     Stale {
         /// Its identity.
         id: AllocationId,
     },
-    /// The system gave no descriptor for a ticket.
+    /// The owner has no file descriptor left to send memory to another process. Its memory is unchanged. Raise the
+    /// limit (`ulimit -n`).
     #[error("no ticket could be made: {source}; raise the limit of open files (ulimit -n)")]
     NoTicket {
         /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// The owner did not answer as it should: it has ended, or is stopped.
+    /// The process that owns the shared memory gave no answer: it has ended, or is stopped. The reason follows.
+    /// `sublet ps -v` shows the processes; continue a stopped one (`kill -CONT PID`).
     #[error("the owner of the memory, at {}, could not be asked: {source}", path.display())]
     Owner {
         /// Its socket.
@@ -88,7 +95,9 @@ pub enum ImportError {
         #[source]
         source: TransportError,
     },
-    /// The owner has ended, and its memory with it. `sublet save` writes the contents of the others.
+    /// The process that owned the shared memory has died, and this memory is lost. The tenant stays paused, with all
+    /// other contents. `sublet resume TENANT --without-lost` continues without that memory. `sublet save TENANT DIR`
+    /// writes the other contents to files.
     #[error(
         "{owner} has ended, and with it {count} allocations that this process had imported from it: end \
          this process, or leave them out (sublet resume --without-lost)"
@@ -99,7 +108,8 @@ pub enum ImportError {
         /// Allocations that were requested.
         count: usize,
     },
-    /// The owner lives, and does not have the memory any more.
+    /// The process that owned the shared memory lives, and has freed it meanwhile. The tenant stays paused, with all
+    /// other contents. `sublet resume TENANT --without-lost` continues without that memory.
     #[error(
         "{owner} does not have {count} allocations any more that this process had imported from it: leave them out \
          (sublet resume --without-lost)"
@@ -110,10 +120,11 @@ pub enum ImportError {
         /// Allocations that are missing.
         count: usize,
     },
-    /// The owner refused.
+    /// The process that owns the shared memory did not give it. The owner's reason follows: look it up on this page.
     #[error("the owner of the memory refused: {0}")]
     Refused(#[source] Failure),
-    /// The owner sent something else than was requested: a fault of Sublet, or another version of it.
+    /// The owner of shared memory sent another number of pieces than was requested. The memory was not opened. The
+    /// two processes have different versions (`sublet stats TENANT`), or this is a fault of Sublet.
     #[error(
         "the owner of the memory, at {}, sent {got} descriptors for {wanted} allocations",
         path.display()
@@ -126,7 +137,8 @@ pub enum ImportError {
         /// Allocations that were requested.
         wanted: usize,
     },
-    /// The owner sent a descriptor that cannot be of the driver's: a fault of Sublet, or another version of it.
+    /// The owner of shared memory sent a file that is no device memory. The memory was not opened. The two processes
+    /// have different versions (`sublet stats TENANT`), or this is a fault of Sublet.
     #[error("the owner of the memory, at {}, sent a descriptor that is no device's", path.display())]
     NotMemory {
         /// Its socket.

@@ -58,7 +58,8 @@ impl<D: Driver> Sharing<D> {
         let fds_max =
             if fetch.borrower.is_some() { FDS_PER_MESSAGE_MAX / 2 } else { FDS_PER_MESSAGE_MAX };
         if fetch.allocations.len() > fds_max {
-            // A fault of Sublet, or another program.
+            // A process requests more pieces of shared memory than one message may hold. No memory was given. This is
+            // a fault of Sublet, or another program is connected.
             return Err(FailureKind::Unknown.because(format!(
                 "{} descriptors in one request, and {fds_max} are the limit",
                 fetch.allocations.len()
@@ -129,7 +130,8 @@ impl<D: Driver> Sharing<D> {
             let device = pool.holdings().device_of(id);
             let device = device.map(|device| pool.devices().uuid(device)).unwrap_or_default();
             let (lease, watch) = ticket::lease().map_err(|error| {
-                // The process has reached its limit of open files.
+                // The owner has no file descriptor left to share its memory. No memory was given. Raise the limit
+                // (`ulimit -n`), or close files in that process.
                 FailureKind::Driver.because(format!(
                     "process {PID} can lend no more ({error}): raise its limit of open files (ulimit -n), or close \
                      what is open"
@@ -152,7 +154,8 @@ impl<D: Driver> Sharing<D> {
     /// The tenant of an importer, if it may be lent to.
     fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
         let no_name = |what: &str| {
-            // A fault of Sublet, or another program.
+            // A request for memory lacks the name of a tenant or family. No memory was given. This is a fault of
+            // Sublet, or another program is connected.
             FailureKind::Unknown.because(format!("process {PID}: what asks names no {what}"))
         };
         let tenant = TenantName::new(&borrower.tenant).map_err(|_text| no_name("tenant"))?;
@@ -173,7 +176,8 @@ impl<D: Driver> Sharing<D> {
             }
             state @ (MemberState::Offloading | MemberState::Restoring) => {
                 let tenant = self.presence.tenant();
-                // Resume again when the lender runs.
+                // The owner of shared memory is being paused or resumed. This tenant is unchanged. When `sublet ps`
+                // shows that the owner runs, resume this tenant again.
                 Err(FailureKind::NotNow.because(format!(
                     "process {PID} of tenant '{tenant}' is {state:?}: a pause or resume of it is under way"
                 )))
@@ -182,7 +186,8 @@ impl<D: Driver> Sharing<D> {
         }
     }
 
-    /// The lender is paused; the message names it.
+    /// The tenant that lends the memory is paused. This tenant stays paused. Resume the lender first, with the
+    /// command in the message.
     fn lender_away(&self, why: &str) -> Failure {
         let tenant = self.presence.tenant();
         FailureKind::LenderAway.because(format!(

@@ -44,28 +44,31 @@ pub struct Budgets(BTreeMap<Which, Option<u64>>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BudgetError {
-    /// A budget says no size. Units are `KiB`, `MiB`, `GiB` and `TiB`; all are binary.
+    /// The text of a budget has no size. Nothing was changed. Units are `KiB`, `MiB`, `GiB` and `TiB`; `K`, `MB` and
+    /// the like mean the same binary units.
     #[error(
         "'{text}' is no budget: say for example 60GiB for every GPU, 0=60GiB for the one that nvidia-smi shows as 0, or none"
     )]
     NoSize { text: String },
-    /// A budget names no GPU. `nvidia-smi -L` shows numbers and identities.
+    /// The text of a budget names no GPU. Nothing was changed. `nvidia-smi -L` shows numbers and identities.
     #[error(
         "'{text}' names no GPU: say its number as nvidia-smi shows it, such as 0=60GiB, or its whole identity, \
          GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx=60GiB"
     )]
     NoGpu { text: String },
-    /// Two budgets are about one GPU.
+    /// The text names one GPU twice. Nothing was changed. Remove one of the two budgets.
     #[error("two budgets for {which}: say one")]
     Twice { which: Which },
-    /// A budget names a number that no GPU of this machine has.
+    /// The budget names a number that no GPU of this machine has. Nothing was changed. `nvidia-smi -L` shows the
+    /// numbers.
     #[error(
         "there is no GPU {index} for a budget: this machine has {count}, from 0 to {}, as nvidia-smi numbers them whatever \
          CUDA_VISIBLE_DEVICES says",
         count.saturating_sub(1)
     )]
     NoSuchGpu { index: u32, count: usize },
-    /// There are too many budgets for one tenant.
+    /// The text of all budgets of a tenant is longer than the limit. Nothing was changed. Name fewer GPUs, or give
+    /// one size for all GPUs.
     #[error(
         "these are {length} bytes of budgets, and {TEXT_BYTES_MAX} are the most: name fewer GPUs"
     )]

@@ -16,27 +16,30 @@ pub(super) const INSPECTION: &str = "inspection";
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunDirError {
-    /// The directory is not one that this user alone can reach. The message has the command that repairs it.
+    /// Another user could enter or replace the run directory. Nothing was changed. The message has the command that
+    /// repairs it. Or set `SUBLET_RUN_DIR` to a directory that is yours alone.
     #[error(
         "{} {problem}; Sublet meets its processes only in a directory that is theirs alone: {next_step}, \
          or set {RUN_DIR_VARIABLE} to another",
         path.display()
     )]
     NotOurs { path: PathBuf, problem: String, next_step: String },
-    /// A socket in the directory would have a name that the kernel does not take.
+    /// The name of the run directory is too long for the sockets in it. Nothing was changed. Set a shorter
+    /// `SUBLET_RUN_DIR`.
     #[error(
         "the socket path {} has {length} bytes, and Unix sockets take {SOCKET_PATH_BYTES_MAX}: \
          set {RUN_DIR_VARIABLE} to a shorter directory, such as /tmp/sublet",
         path.display()
     )]
     PathTooLong { path: PathBuf, length: usize },
-    /// More live processes than a tenant may have.
+    /// A tenant has at most 1,024 live processes. Nothing was changed. Run the job as several tenants.
     #[error(
         "{} holds sockets of more than {MEMBERS_MAX} live processes: run fewer processes in one tenant",
         path.display()
     )]
     TooManyMembers { path: PathBuf },
-    /// Somebody else is pausing or resuming the tenant: a command, or a rank in `ncclPause`.
+    /// Another command, or a rank in `ncclPause`, works on the tenant. The message has the process ids. Nothing was
+    /// changed. Wait for that command, or end it; then try again.
     #[error(
         "tenant '{tenant}' is being paused or resumed by {}, and that did not end in {waited_ms} ms; wait for it, or \
          end it",
@@ -48,17 +51,20 @@ pub enum RunDirError {
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
-    /// The lock's file was removed while it was held, so that another may hold one simultaneously.
+    /// A cleaner of old files removed the lock that this command held, so another command may have begun. Nothing was
+    /// changed. Try again, and exclude the run directory from the cleaner.
     #[error(
         "the file of the lock on tenant '{tenant}' was removed, as cleaners of old files do; nothing was changed: try again"
     )]
     LockGone { tenant: TenantName },
-    /// The lock on turns was removed in the same way. A switch that had not begun is tried again.
+    /// A cleaner of old files removed the lock on turns, so another process may decide about turns meanwhile. Sublet
+    /// tries a switch again if it had not begun. Exclude the run directory from the cleaner.
     #[error(
         "the file of the lock on turns was removed, as cleaners of old files do; what has been is not written down"
     )]
     TurnsLockGone,
-    /// Somebody else is switching tenants.
+    /// One process switches tenants at a time, and another one does. The message has its process id. Nothing was
+    /// changed. Wait for it, or end it.
     #[error(
         "tenants are being switched by {}, and that did not end in {waited_ms} ms; wait for it, or end it",
         locks::in_words(holder_pids)
@@ -68,7 +74,8 @@ pub enum RunDirError {
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
-    /// Somebody waits for a turn, or has it, by files of another version.
+    /// Two jobs on this machine have different versions of Sublet, and the files about turns differ. Nothing was
+    /// changed. Run all jobs with one version, or end the process that the message names.
     #[error(
         "{} takes turns by version {found} of their files, and this process knows version {known}: run all tenants of a run \
          directory with one Sublet version, or end that process",
@@ -81,10 +88,11 @@ pub enum RunDirError {
         found: u32,
         known: u32,
     },
-    /// The member's socket could not be opened for business.
+    /// The process could not make its socket in the run directory. The reason follows. The job runs without Sublet,
+    /// so it cannot be paused. Mend the reason, then start the job again.
     #[error("no socket for this process in the run directory")]
     Listen(#[source] TransportError),
-    /// The file system refused. Check that the directory above exists and is yours.
+    /// The file system refused a call. Its answer follows. Check that the directory above exists and is yours.
     #[error("{operation} of {} failed{}", path.display(), next_step(operation, source))]
     Io {
         operation: &'static str,

@@ -61,22 +61,24 @@ pub struct Header {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// The bytes do not begin as our frames do.
+    /// The first bytes are not those of a message of Sublet. Another program is connected.
     #[error("no Sublet message")]
     NotSublet,
-    /// The bytes are of another version of the protocol.
+    /// The message is of another version of Sublet. Run all processes of a tenant with one version.
     #[error("protocol version {found}, and {PROTOCOL_VERSION} is ours")]
     Version { found: u16 },
-    /// The payload is longer than the receiver takes.
+    /// The message is longer than the limit of the receiver. The tenant has more processes, streams or allocations
+    /// than one message can name.
     #[error("a payload of {length} bytes, and {limit} are the limit")]
     TooLong { length: usize, limit: usize },
-    /// More descriptors are announced than the receiver takes.
+    /// The message announces more file descriptors than the limit. This is a fault of Sublet.
     #[error("{count} descriptors, and {limit} are the limit")]
     TooManyFds { count: usize, limit: usize },
-    /// The bytes end before the frame does, or go on after it.
+    /// The message is shorter or longer than it says. The other process ended while it sent, or this is a fault of
+    /// Sublet.
     #[error("{length} bytes for a frame of {expected}")]
     Length { length: usize, expected: usize },
-    /// The payload makes no sense.
+    /// The contents of the message are invalid. The processes have different versions, or this is a fault of Sublet.
     #[error("a payload that could not be decoded")]
     Malformed(#[source] postcard::Error),
 }

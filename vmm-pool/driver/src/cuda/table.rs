@@ -15,8 +15,8 @@ pub(super) const LIBRARY_NAME: &str = "libcuda.so.1";
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The library is not on this machine, or not where the loader looks. Start a container with the GPUs (`--gpus
-    /// all`).
+    /// There is no `libcuda.so.1` on this machine, or the loader does not look there. The program runs without
+    /// Sublet. Start a container with the GPUs (`--gpus all`).
     #[error(
         "no NVIDIA driver here: {LIBRARY_NAME} could not be opened ({reason}); install the driver, or \
          set LD_LIBRARY_PATH to its folder"
@@ -25,13 +25,14 @@ pub enum LoadError {
         /// The loader's words.
         reason: String,
     },
-    /// The library lacks a call that Sublet needs.
+    /// The driver lacks a call that Sublet needs: it is too old. Update the driver; `nvidia-smi` shows its version.
     #[error("{LIBRARY_NAME} has no {symbol}: Sublet needs driver 12.0 or newer; update the driver")]
     NoSymbol {
         /// The call.
         symbol: &'static str,
     },
-    /// The driver did not start: no GPU is visible, or the modules of the driver are not loaded.
+    /// `cuInit` failed: no GPU is visible, or the kernel modules of the driver are not loaded. `nvidia-smi` and
+    /// `sublet doctor` show the reason.
     #[error("the driver did not start: {0}; see `nvidia-smi`")]
     Init(#[source] DriverError),
 }
