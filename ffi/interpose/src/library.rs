@@ -451,3 +451,19 @@ macro_rules! call_own {
         })
     }};
 }
+
+/// Functions instead of those of the library `$library`, for its `interpose_library!`: each has the library's own call as `$own`,
+/// which answers `$missing` where the library has no such function.
+#[macro_export]
+macro_rules! instead_of {
+    (
+        $library:ident, missing = $missing:expr;
+        $($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* ) -> $answer:ty, |$own:ident| $body:expr;)*
+    ) => {$(
+        $(#[$doc])*
+        pub(super) unsafe extern "C" fn $symbol($($arg: $ty),*) -> $answer {
+            let $own = || $crate::call_own!($library, $symbol($($arg),*)).unwrap_or($missing);
+            $body
+        }
+    )*};
+}
