@@ -30,7 +30,6 @@ pub(crate) static NVML: Library = Library::new(Description {
     file: c"libnvidia-ml.so.1",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -42,7 +41,6 @@ interpose_library! {
         nvmlDeviceGetMemoryInfo;
         nvmlDeviceGetMemoryInfo_v2;
     }
-    told {}
 }
 
 /// Longest text of a GPU's identity, in bytes (`NVML_DEVICE_UUID_V2_BUFFER_SIZE`); that of a version is shorter.
@@ -55,9 +53,6 @@ const SUCCESS: c_int = NvmlCode::SUCCESS.0;
 fn found(path: &CStr, is_watched: bool) {
     tracing::debug!(path = %path.to_string_lossy(), is_watched, "NVML");
 }
-
-/// No function is only told of.
-fn called(_name: &CStr) {}
 
 /// Called where no copy has the function.
 extern "C" fn no_nvml() -> c_int {

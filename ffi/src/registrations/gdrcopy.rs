@@ -4,7 +4,7 @@
 
 use std::ffi::CStr;
 
-use super::{called, found, no_library};
+use super::{found, no_library};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -18,7 +18,6 @@ pub(crate) static GDRCOPY: Library = Library::new(Description {
     file: FILE,
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -29,7 +28,6 @@ interpose_library! {
         gdr_pin_buffer_v2;
         gdr_unpin_buffer;
     }
-    told {}
 }
 
 /// The functions instead of the library's.

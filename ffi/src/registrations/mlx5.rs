@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "exports functions under the library's names")]
 
-use super::{called, found, nothing};
+use super::{found, nothing};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -13,7 +13,6 @@ pub(crate) static MLX5: Library = Library::new(Description {
     file: c"libmlx5.so.1",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -23,7 +22,6 @@ interpose_library! {
         mlx5dv_devx_umem_reg;
         mlx5dv_devx_umem_reg_ex;
     }
-    told {}
 }
 
 /// The functions instead of the library's.

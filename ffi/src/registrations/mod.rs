@@ -88,9 +88,6 @@ fn found(path: &CStr, is_watched: bool) {
     }
 }
 
-/// No function is only told of.
-fn called(_name: &CStr) {}
-
 /// Called where no copy has the function: no memory is registered, or the function is not there.
 extern "C" fn nothing() -> usize {
     0

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_int};
 
-use super::{called, found, nothing};
+use super::{found, nothing};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -16,7 +16,6 @@ pub(crate) static VERBS: Library = Library::new(Description {
     file: FILE,
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -28,7 +27,6 @@ interpose_library! {
         ibv_reg_mr_iova2;
         ibv_rereg_mr;
     }
-    told {}
 }
 
 /// The functions instead of the library's.
