@@ -14,8 +14,8 @@ use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode};
 use super::regions::tag_of;
 use super::stats::answer;
 use crate::last_call::{
-    ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY, fail, guarded,
-    not_joined,
+    ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY, answered, fail,
+    guarded, not_joined,
 };
 use crate::{contexts, environment, look, runtime};
 
@@ -128,8 +128,7 @@ pub unsafe extern "C" fn sublet_page_open(
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |found| {
         drop(found);
-        let closed = runtime::WINDOWS.close(pager, look::at);
-        closed.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |_pager| OK)
+        answered(runtime::WINDOWS.close(pager, look::at).map(drop))
     })
 }
 
@@ -158,12 +157,8 @@ pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *m
 pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c_int {
     with(pager, |_| {
         // SAFETY: as this function's caller promises.
-        let tag = match unsafe { tag_of(tag) } {
-            Ok(tag) => tag,
-            Err(code) => return code,
-        };
-        let added = runtime::WINDOWS.page(pager, tag);
-        added.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
+        let tag = unsafe { tag_of(tag) };
+        tag.map_or_else(|code| code, |tag| answered(runtime::WINDOWS.page(pager, tag)))
     })
 }
 
