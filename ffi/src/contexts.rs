@@ -127,17 +127,36 @@ fn is_current_green() -> bool {
 /// The device's primary context, which torch and the CUDA runtime use. Retained when first needed, and for
 /// good, as they do: memory in it must not go with a release of ours. Two threads may both retain it, once.
 pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
-    let known = || lock(&PRIMARY_CONTEXTS);
-    let found = known().get(&device).copied();
-    if let Some(context) = found {
-        return Some(std::ptr::with_exposed_provenance_mut(context));
-    }
+    known_primary(device).or_else(|| {
+        let context = retained(device)?;
+        lock(&PRIMARY_CONTEXTS).insert(device, context.expose_provenance());
+        Some(context)
+    })
+}
+
+/// The device's primary context, if it was retained here.
+fn known_primary(device: c_int) -> Option<Pointer> {
+    let known = lock(&PRIMARY_CONTEXTS).get(&device).copied();
+    known.map(std::ptr::with_exposed_provenance_mut)
+}
+
+fn retained(device: c_int) -> Option<Pointer> {
     let mut context: Pointer = std::ptr::null_mut();
     let place = &raw mut context;
     let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
-    DriverCode(code).ok().ok()?;
-    known().insert(device, context.expose_provenance());
-    Some(context)
+    DriverCode(code).ok().ok().map(|()| context)
+}
+
+/// Does `body` with `context` current, and the caller's again afterwards. `None` when it could not be made so.
+pub(crate) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
+    DriverCode(call_driver!(cuCtxPushCurrent_v2(context => Pointer))).ok().ok()?;
+    let done = body();
+    let mut popped: Pointer = std::ptr::null_mut();
+    let code = DriverCode(call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)));
+    if code != DriverCode::SUCCESS {
+        tracing::error!(?code, "a context that was pushed could not be popped");
+    }
+    Some(done)
 }
 
 /// The driver's current device of this thread.
@@ -160,18 +179,13 @@ pub(crate) fn existing_primary_context(device: c_int) -> Option<Pointer> {
     if !has_primary_context(device) {
         return None;
     }
-    let known = lock(&PRIMARY_CONTEXTS).get(&device).copied();
-    if let Some(context) = known {
-        return Some(std::ptr::with_exposed_provenance_mut(context));
-    }
-    let mut context: Pointer = std::ptr::null_mut();
-    let place = &raw mut context;
-    let code = call_driver!(cuDevicePrimaryCtxRetain(place => *mut Pointer, device => c_int));
-    DriverCode(code).ok().ok()?;
-    // One of several references, so that this ends nothing.
-    let _released = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
-    context.expose_provenance();
-    Some(context)
+    known_primary(device).or_else(|| {
+        let context = retained(device)?;
+        // One of several references, so that this ends nothing.
+        let _released = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
+        context.expose_provenance();
+        Some(context)
+    })
 }
 
 /// The application has retained the device's primary context.

@@ -4,7 +4,7 @@
 
 use std::ffi::{CString, c_char, c_int, c_ulonglong};
 
-use sublet_cuda_driver::functions::{Function, function};
+use sublet_cuda_driver::functions::{FUNCTIONS, Function};
 use sublet_interpose::Pointer;
 use sublet_interpose::provider::{Real, Resident};
 
@@ -13,14 +13,6 @@ pub(crate) static DRIVER: Resident = Resident::new(c"libcuda.so.1");
 
 /// Beginnings of the file names of libraries that the driver brings along.
 pub(crate) const COMPANIONS: &[&str] = &["libnvidia-"];
-
-/// Further names by which `cuGetProcAddress` gives a function out: from 12.0 on, the name of the oldest form
-/// is that of the one with flags.
-const RENAMED: &[Function] = &[Function {
-    base: "cuGraphInstantiate",
-    version: 12_000,
-    ..function("cuGraphInstantiateWithFlags")
-}];
 
 /// Calls the driver's own function `$symbol`, or returns that the driver is not initialised. Without types of the arguments, they
 /// are those of the function of this name in scope, which stands in for the driver's.
@@ -65,7 +57,11 @@ pub(crate) fn given_out(symbol: &'static str) -> Vec<usize> {
     let Some(address) = REAL.address() else { return Vec::new() };
     // SAFETY: the address is the driver's function of this name, whose signature is this.
     let ask = unsafe { std::mem::transmute::<Pointer, GetProcAddressV2>(address) };
-    let renamed = RENAMED.iter().copied().filter(|renamed| renamed.symbol == symbol);
+    let exact = FUNCTIONS.iter().copied().filter(|known| known.symbol == symbol);
+    // From 12.0 on, the name of the oldest form is that of the one with flags.
+    let renamed = exact.clone().filter(|known| known.symbol == "cuGraphInstantiateWithFlags");
+    let renamed =
+        renamed.map(|known| Function { base: "cuGraphInstantiate", version: 12_000, ..known });
     let asked = |wanted: Function| {
         let base = CString::new(wanted.base).ok()?;
         let (mut found, mut status): (Pointer, c_int) = (std::ptr::null_mut(), 0);
@@ -74,5 +70,5 @@ pub(crate) fn given_out(symbol: &'static str) -> Vec<usize> {
         let code = unsafe { ask(base.as_ptr(), &raw mut found, version, flag, &raw mut status) };
         (code == 0 && !found.is_null()).then(|| found.expose_provenance())
     };
-    std::iter::once(function(symbol)).chain(renamed).filter_map(asked).collect()
+    exact.chain(renamed).filter_map(asked).collect()
 }

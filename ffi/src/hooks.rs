@@ -7,7 +7,7 @@
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!
-//! The table of `sublet_cuda_driver::functions` says which functions there are, by name and version. Each row of it has
+//! The one list, `sublet_cuda_driver::driver_functions`, says which functions there are, by what we do, name and version. Each row of it has
 //! one exported function of the driver's own name (for libraries that link the driver directly). That function is also
 //! the entry that `dlsym` and `cuGetProcAddress` answer with. The completeness test holds the table against every
 //! function that NVIDIA's header declares.
@@ -158,7 +158,7 @@ macro_rules! waiting_function {
 }
 
 macro_rules! asking {
-    ($($symbol:ident $(| $alike:ident)* ( $($args:tt)* );)*) => {
+    ($($symbol:ident $version:literal $(| $alike:ident $alike_version:literal)* ( $($args:tt)* );)*) => {
         /// Functions that ask the driver if work is over, or wait for it: see [`vmm_pool::asking`].
         pub mod asks {
             use super::*;
@@ -191,7 +191,7 @@ macro_rules! asking {
 macro_rules! hook_row {
     ($path:path, $symbol:ident) => {
         ::sublet_interpose::provider::Hook {
-            symbol: ::sublet_cuda_driver::functions::function(stringify!($symbol)).symbol,
+            symbol: stringify!($symbol),
             ours: || ($path as *const ()).expose_provenance(),
         }
     };
@@ -200,7 +200,7 @@ pub(crate) use hook_row;
 
 macro_rules! waiting {
     ($(
-        $symbol:ident $(| $alike:ident)* ( $($args:tt)* )
+        $symbol:ident $version:literal $(| $alike:ident $alike_version:literal)* ( $($args:tt)* )
         $(touches [ $($touched:tt)* ] on $place:ident)? $(copies [ $($copy:tt)* ])? $(looks [ $($look:tt)* ])?
         $(tells $index:ident)?;
     )*) => {
@@ -227,179 +227,6 @@ macro_rules! waiting {
     };
 }
 
-// A call that names all that it touches waits for no more than that; any other waits for all memory. What it touches of paged memory is there for
-// the stream that it works on.
-waiting! {
-    cuLaunchKernel | cuLaunchKernel_ptsz (
-        function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
-        block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
-        parameters: Pointer, extra: Pointer
-    )
-        looks [Names::Kernel { function, parameters, extra }, stream];
-    cuLaunchKernelEx | cuLaunchKernelEx_ptsz (
-        config: Pointer, function: Pointer, parameters: Pointer, extra: Pointer
-    )
-        looks [Names::Kernel { function, parameters, extra }, look::stream_of(config)];
-    cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz (
-        function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
-        block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
-        parameters: Pointer
-    )
-        looks [Names::Kernel { function, parameters, extra: std::ptr::null_mut() }, stream];
-    cuLaunch (function: Pointer);
-    cuLaunchGrid (function: Pointer, width: c_int, height: c_int);
-    cuLaunchGridAsync (function: Pointer, width: c_int, height: c_int, stream: Pointer);
-    cuLaunchCooperativeKernelMultiDevice (launches: Pointer, devices: c_uint, flags: c_uint);
-    cuMemcpy | cuMemcpy_ptds (
-        target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
-        copies [target source bytes];
-    cuMemcpyPeer | cuMemcpyPeer_ptds (
-        target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM;
-    cuMemcpyHtoD_v2 | cuMemcpyHtoD_v2_ptds (
-        target: u64, source: Pointer, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
-        copies [target source bytes];
-    cuMemcpyDtoH_v2 | cuMemcpyDtoH_v2_ptds (
-        target: Pointer, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
-        copies [target source bytes];
-    cuMemcpyDtoD_v2 | cuMemcpyDtoD_v2_ptds (
-        target: u64, source: u64, bytes: usize
-    ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
-        copies [target source bytes];
-    cuMemcpyDtoA_v2 | cuMemcpyDtoA_v2_ptds (
-        target: Pointer, target_offset: usize, source: u64, bytes: usize
-    ) touches [touched(source, bytes)] on NO_STREAM;
-    cuMemcpyAtoD_v2 | cuMemcpyAtoD_v2_ptds (
-        target: u64, source: Pointer, source_offset: usize, bytes: usize
-    ) touches [touched(target, bytes)] on NO_STREAM;
-    cuMemcpy2D_v2 | cuMemcpy2D_v2_ptds
-    | cuMemcpy2DUnaligned_v2 | cuMemcpy2DUnaligned_v2_ptds (copy: Pointer)
-        looks [Names::Records(copy, &COPY_2D, 1), NO_STREAM];
-    cuMemcpy3D_v2 | cuMemcpy3D_v2_ptds (copy: Pointer)
-        looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
-    cuMemcpy3DPeer | cuMemcpy3DPeer_ptds (copy: Pointer)
-        looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
-    cuMemsetD8_v2 | cuMemsetD8_v2_ptds (
-        target: u64, value: u8, count: usize
-    ) touches [touched(target, count)] on NO_STREAM;
-    cuMemsetD16_v2 | cuMemsetD16_v2_ptds (
-        target: u64, value: u16, count: usize
-    ) touches [touched(target, count.saturating_mul(2))] on NO_STREAM;
-    cuMemsetD32_v2 | cuMemsetD32_v2_ptds (
-        target: u64, value: c_uint, count: usize
-    ) touches [touched(target, count.saturating_mul(4))] on NO_STREAM;
-    cuMemsetD2D8_v2 | cuMemsetD2D8_v2_ptds (
-        target: u64, pitch: usize, value: u8, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width, height))] on NO_STREAM;
-    cuMemsetD2D16_v2 | cuMemsetD2D16_v2_ptds (
-        target: u64, pitch: usize, value: u16, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on NO_STREAM;
-    cuMemsetD2D32_v2 | cuMemsetD2D32_v2_ptds (
-        target: u64, pitch: usize, value: c_uint, width: usize, height: usize
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on NO_STREAM;
-    cuMemcpyAsync | cuMemcpyAsync_ptsz (
-        target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream
-        copies [target source bytes stream];
-    cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz (
-        target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
-        stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream;
-    cuMemcpyHtoDAsync_v2 | cuMemcpyHtoDAsync_v2_ptsz (
-        target: u64, source: Pointer, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream
-        copies [target source bytes stream];
-    cuMemcpyDtoHAsync_v2 | cuMemcpyDtoHAsync_v2_ptsz (
-        target: Pointer, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream
-        copies [target source bytes stream];
-    cuMemcpyDtoDAsync_v2 | cuMemcpyDtoDAsync_v2_ptsz (
-        target: u64, source: u64, bytes: usize, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream
-        copies [target source bytes stream];
-    cuMemcpy2DAsync_v2 | cuMemcpy2DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Records(copy, &COPY_2D, 1), stream];
-    cuMemcpy3DAsync_v2 | cuMemcpy3DAsync_v2_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Records(copy, &COPY_3D, 1), stream];
-    cuMemcpy3DPeerAsync | cuMemcpy3DPeerAsync_ptsz (copy: Pointer, stream: Pointer)
-        looks [Names::Records(copy, &COPY_3D, 1), stream];
-    cuMemsetD8Async | cuMemsetD8Async_ptsz (
-        target: u64, value: u8, count: usize, stream: Pointer
-    ) touches [touched(target, count)] on stream;
-    cuMemsetD16Async | cuMemsetD16Async_ptsz (
-        target: u64, value: u16, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(2))] on stream;
-    cuMemsetD32Async | cuMemsetD32Async_ptsz (
-        target: u64, value: c_uint, count: usize, stream: Pointer
-    ) touches [touched(target, count.saturating_mul(4))] on stream;
-    cuMemsetD2D8Async | cuMemsetD2D8Async_ptsz (
-        target: u64, pitch: usize, value: u8, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width, height))] on stream;
-    cuMemsetD2D16Async | cuMemsetD2D16Async_ptsz (
-        target: u64, pitch: usize, value: u16, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on stream;
-    cuMemsetD2D32Async | cuMemsetD2D32Async_ptsz (
-        target: u64, pitch: usize, value: c_uint, width: usize, height: usize, stream: Pointer
-    ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on stream;
-    cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz (
-        targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
-        indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
-    )
-        looks [Names::Lists([targets, sources], sizes, count), stream]
-        tells fail_index;
-    cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz (
-        targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
-        indices: Pointer, attribute_count: usize, stream: Pointer
-    )
-        looks [Names::Lists([targets, sources], sizes, count), stream];
-    cuMemcpy3DBatchAsync | cuMemcpy3DBatchAsync_ptsz (
-        count: usize, operations: Pointer, fail_index: Pointer, flags: c_ulonglong,
-        stream: Pointer
-    )
-        looks [Names::Records(operations, &OPERATION_3D, count), stream]
-        tells fail_index;
-    cuMemcpy3DBatchAsync_v2 | cuMemcpy3DBatchAsync_v2_ptsz (
-        count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
-    )
-        looks [Names::Records(operations, &OPERATION_3D, count), stream];
-    cuFabricCpyBatchAsync | cuFabricCpyBatchAsync_ptsz (
-        count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
-    )
-        looks [Names::Records(operations, &FABRIC_COPY, count), stream];
-    cuMemcpyWithAttributesAsync | cuMemcpyWithAttributesAsync_ptsz (
-        target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
-    ) touches [touched(target, bytes), touched(source, bytes)] on stream;
-    cuMemcpy3DWithAttributesAsync | cuMemcpy3DWithAttributesAsync_ptsz (
-        operation: Pointer, flags: c_ulonglong, stream: Pointer
-    )
-        looks [Names::Records(operation, &OPERATION_3D, 1), stream];
-    cuMemBatchDecompressAsync | cuMemBatchDecompressAsync_ptsz (
-        operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
-    )
-        looks [Names::Records(operations, &DECOMPRESSION, count), stream]
-        tells error_index;
-    cuStreamWaitValue32 | cuStreamWaitValue32_ptsz
-    | cuStreamWaitValue32_v2 | cuStreamWaitValue32_v2_ptsz
-    | cuStreamWriteValue32 | cuStreamWriteValue32_ptsz
-    | cuStreamWriteValue32_v2 | cuStreamWriteValue32_v2_ptsz (
-        stream: Pointer, address: u64, value: c_uint, flags: c_uint
-    ) touches [touched(address, 4)] on stream;
-    cuStreamWaitValue64 | cuStreamWaitValue64_ptsz
-    | cuStreamWaitValue64_v2 | cuStreamWaitValue64_v2_ptsz
-    | cuStreamWriteValue64 | cuStreamWriteValue64_ptsz
-    | cuStreamWriteValue64_v2 | cuStreamWriteValue64_v2_ptsz (
-        stream: Pointer, address: u64, value: u64, flags: c_uint
-    ) touches [touched(address, 8)] on stream;
-    cuStreamBatchMemOp | cuStreamBatchMemOp_ptsz
-    | cuStreamBatchMemOp_v2 | cuStreamBatchMemOp_v2_ptsz (
-        stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
-    )
-        looks [Names::Records(operations, &MEMORY_OPERATION, count as usize), stream];
-}
-
 macro_rules! replacing {
     ($($symbol:ident $version:literal;)*) => {
         /// Functions that are answered from the pool, or pass on what is not about memory of ours.
@@ -407,15 +234,14 @@ macro_rules! replacing {
     };
 }
 
-sublet_cuda_driver::replaced_functions!(replacing);
-
-asking! {
-    cuStreamQuery | cuStreamQuery_ptsz (stream: Pointer);
-    cuStreamSynchronize | cuStreamSynchronize_ptsz (stream: Pointer);
-    cuEventQuery (event: Pointer);
-    cuEventSynchronize (event: Pointer);
-    cuEventElapsedTime (milliseconds: Pointer, start: Pointer, end: Pointer);
-    cuEventElapsedTime_v2 (milliseconds: Pointer, start: Pointer, end: Pointer);
-    cuCtxSynchronize ();
-    cuCtxSynchronize_v2 (context: Pointer);
+macro_rules! hooks {
+    (
+        waiting { $($waiting:tt)* } asking { $($asking:tt)* } replaced { $($replaced:tt)* } lookup { $($lookup:tt)* }
+    ) => {
+        waiting! { $($waiting)* }
+        asking! { $($asking)* }
+        replacing! { $($replaced)* }
+    };
 }
+
+sublet_cuda_driver::driver_functions!(hooks);

@@ -4,6 +4,7 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
+use std::fmt::Display;
 
 use serde_json::{Value, json};
 use tenants::code::Code;
@@ -64,6 +65,11 @@ fn keep(code: c_int, message: &str, error: Value) -> c_int {
 pub(crate) fn fail(code: c_int, message: &str) -> c_int {
     tracing::info!(code, "{message}");
     say_no(code, message)
+}
+
+/// The code of work that fails by the caller's arguments alone.
+pub(crate) fn answered<E: Display>(result: Result<(), E>) -> c_int {
+    result.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
 }
 
 /// An error of a function whose callers do not ask for [`sublet_last_error`]: its words go to the log as a warning.

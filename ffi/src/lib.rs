@@ -49,7 +49,7 @@ pub mod replaced;
 mod runtime;
 mod saver;
 #[cfg(test)]
-mod signatures;
+mod tests;
 
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!(

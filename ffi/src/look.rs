@@ -332,7 +332,7 @@ pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
         let raw = RawStream(stream.expose_provenance() as u64);
         let current = contexts::current_context();
-        for Window { pager, context, .. } in &*runtime::windows().list() {
+        for Window { pager, context, .. } in &*runtime::WINDOWS.list() {
             pager.stream_ends(raw, current == *context);
         }
     }
@@ -341,7 +341,7 @@ pub(crate) fn stream_ends(stream: Pointer) {
 /// A capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
-        runtime::windows().list().iter().for_each(|known| known.pager.capture_begins());
+        runtime::WINDOWS.list().iter().for_each(|known| known.pager.capture_begins());
     }
 }
 
@@ -356,7 +356,7 @@ pub(crate) struct StaysInUse {
 
 impl StaysInUse {
     fn new() -> Self {
-        Self { windows: runtime::windows().list(), first: None, others: Vec::new() }
+        Self { windows: runtime::WINDOWS.list(), first: None, others: Vec::new() }
     }
 
     /// Begins a use in each window that has any. `None` if there is none.
@@ -442,7 +442,7 @@ pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<StaysInUse> {
     if !seen.windows.iter().any(|known| known.pager.has_captured()) {
         return None;
     }
-    let device = runtime::current_device().ok();
+    let device = contexts::current_device().ok();
     let begun = seen.begin(place(), |pager, place| {
         let is_meant = Some(pager.device()) == device;
         Ok::<_, Infallible>(is_meant.then(|| pager.begin_graph(place)).flatten())

@@ -15,15 +15,8 @@ use sublet_interpose::Pointer;
 /// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
 /// driver or device.
 fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
-    let context = runtime::primary_context(device)?;
-    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != DriverCode::SUCCESS.0 {
-        return None;
-    }
-    let done = runtime::netted(work);
-    let mut popped: Pointer = std::ptr::null_mut();
-    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != DriverCode::SUCCESS.0 {
-        tracing::error!(device, "a context that was pushed could not be popped");
-    }
+    let context = contexts::primary_context(device)?;
+    let done = contexts::with_current(context, || runtime::netted(work))?;
     done.inspect_err(|_| tracing::error!(device, "torch's allocator failed inside of us")).ok()
 }
 
@@ -33,7 +26,7 @@ fn allocate(size_bytes: u64, device: c_int) -> Option<DeviceAddress> {
         return None;
     }
     if let Some(member) = runtime::join() {
-        let accessors = runtime::accessors();
+        let accessors = &runtime::ACCESSORS;
         let (device, context) = (DeviceOrdinal(device), contexts::listed_current());
         let made = blocks::allocate(member, accessors, device, context, size_bytes, caller::TORCH);
         return match made {

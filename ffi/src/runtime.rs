@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -40,12 +40,6 @@ use crate::driver::{DRIVER, call_driver};
 use crate::environment::{self, Environment};
 use sublet_interpose::loader;
 
-pub(crate) use crate::contexts::{
-    current_context, current_device, existing_primary_context, has_primary_context,
-    let_primary_context_go, primary_context, primary_may_be_released_last, primary_was_released,
-    primary_was_reset, primary_was_retained,
-};
-
 /// The most threads that bring new host memory in. More would only get in the way of the thread that pins it. With 4
 /// processes together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all. There 16 threads each gave 40
 /// GB/s. Yet 6 still feed one process alone at the speed it can pin.
@@ -63,13 +57,20 @@ static JOINED_PID: AtomicU32 = AtomicU32::new(0);
 /// The process is coming to its end, which frees all that it has.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
-static SLABS: LazyLock<Arc<Slabs>> = LazyLock::new(Arc::default);
-static WINDOWS: Windows<CudaDriver> = Windows::new();
-static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
-static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
-static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
-static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
-static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::default);
+/// Small allocations of libraries that are parts of large ones.
+pub(crate) static SLABS: LazyLock<Arc<Slabs>> = LazyLock::new(Arc::default);
+/// All windows of memory that is paged.
+pub(crate) static WINDOWS: Windows<CudaDriver> = Windows::new();
+/// The devices that may reach plain memory, by the device that owns it.
+pub(crate) static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
+/// The streams that are being captured, also before the process joins.
+pub(crate) static CAPTURES: LazyLock<Captures> = LazyLock::new(Captures::default);
+/// The graphs that launch collectives.
+pub(crate) static GRAPHS: LazyLock<Graphs> = LazyLock::new(Graphs::default);
+/// NCCL's communicators.
+pub(crate) static COLLECTIVES: LazyLock<Collectives> = LazyLock::new(Collectives::default);
+/// The registrations with network cards and the like.
+pub(crate) static REGISTRATIONS: LazyLock<Registrations> = LazyLock::new(Registrations::default);
 /// The tenant that an attach chose.
 static CHOSEN_TENANT: Mutex<Option<TenantName>> = Mutex::new(None);
 /// The family that a call chose.
@@ -138,41 +139,6 @@ fn end_process(reason: &str) -> ! {
     let _closed = std::io::stderr().write_all(said.as_bytes());
     // SAFETY: the call takes a number and does not return.
     unsafe { libc::_exit(EXIT_NOT_JOINED) }
-}
-
-/// Returns small allocations of libraries that are parts of large ones.
-pub(crate) fn slabs() -> &'static Arc<Slabs> {
-    &SLABS
-}
-
-/// Returns all windows of memory that is paged.
-pub(crate) fn windows() -> &'static Windows<CudaDriver> {
-    &WINDOWS
-}
-
-/// Returns the devices that may reach plain memory, by the device that owns it.
-pub(crate) fn accessors() -> &'static Accessors {
-    &ACCESSORS
-}
-
-/// Returns the streams that are being captured, also before the process joins.
-pub(crate) fn captures() -> &'static Captures {
-    &CAPTURES
-}
-
-/// Returns the graphs that launch collectives.
-pub(crate) fn graphs() -> &'static Graphs {
-    &GRAPHS
-}
-
-/// NCCL's communicators.
-pub(crate) fn collectives() -> &'static Collectives {
-    &COLLECTIVES
-}
-
-/// Returns the registrations with network cards and the like.
-pub(crate) fn registrations() -> &'static Registrations {
-    &REGISTRATIONS
 }
 
 /// Sets the tenant that this process joins, whatever the environment says.
@@ -289,7 +255,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         host_limits,
         node_of: |address| numa::node_of(Path::new("/sys"), address),
         own_contexts: contexts::own,
-        captures: Arc::clone(captures().counts()),
+        captures: Arc::clone(CAPTURES.counts()),
         unused: if settings.detects_changes { unused } else { Vec::new },
         ungated: crate::UNGATED,
         unseen_pins: crate::UNSEEN_PINS,
@@ -315,8 +281,8 @@ fn try_join() -> Result<Arc<Member>, String> {
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
     pool.copies().detect_changes(settings.detects_changes);
-    slabs().use_slabs(settings.uses_slabs);
-    pool.set_front(Arc::clone(slabs()) as _);
+    SLABS.use_slabs(settings.uses_slabs);
+    pool.set_front(Arc::clone(&*SLABS) as _);
     if settings.fails_without_nccl {
         member.cut().fail_while_away();
     }
@@ -508,29 +474,25 @@ fn failed_inside() -> c_int {
 /// NCCL's function whose memory it registers as windows, also where it calls it for itself, by both of its names.
 const FOR_WINDOWS: [&CStr; 2] = [c"ncclMemAlloc", c"pncclMemAlloc"];
 
-/// Returns the purpose for which the function that holds the return address `caller` wants memory.
-pub(crate) fn purpose_of_caller(caller: usize) -> Purpose {
-    static KNOWN: LazyLock<RwLock<HashMap<usize, Purpose>>> = LazyLock::new(RwLock::default);
+/// Returns the label of the library that holds the return address `caller`, and for what its function wants memory.
+pub(crate) fn maker_of(caller: usize) -> (&'static str, Purpose) {
+    type Makers = HashMap<usize, (&'static str, Purpose)>;
+    static KNOWN: LazyLock<RwLock<Makers>> = LazyLock::new(RwLock::default);
     let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(&caller).copied();
-    if let Some(purpose) = known {
-        return purpose;
+    if let Some(known) = known {
+        return known;
     }
-    let function = loader::function_of(caller);
-    let is_for_windows = function.is_some_and(|name| FOR_WINDOWS.contains(&name.as_c_str()));
-    let purpose = if is_for_windows { Purpose::Window } else { Purpose::Any };
-    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, purpose);
-    purpose
+    let torch = loader::is_loaded(c"libc10_cuda.so");
+    let label = loader::file_of(caller).map_or("other", |path| caller::label(&path, torch));
+    let is_for_windows = |name: CString| FOR_WINDOWS.contains(&name.as_c_str());
+    let is_window =
+        label == caller::NCCL && loader::function_of(caller).is_some_and(is_for_windows);
+    let maker = (label, if is_window { Purpose::Window } else { Purpose::Any });
+    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, maker);
+    maker
 }
 
 /// The label of the library that holds the return address `caller`.
 pub(crate) fn class_of_caller(caller: usize) -> &'static str {
-    static KNOWN: LazyLock<RwLock<HashMap<usize, &'static str>>> = LazyLock::new(RwLock::default);
-    let known = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(&caller).copied();
-    if let Some(label) = known {
-        return label;
-    }
-    let torch = loader::is_loaded(c"libc10_cuda.so");
-    let label = loader::file_of(caller).map_or("other", |path| caller::label(&path, torch));
-    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(caller, label);
-    label
+    maker_of(caller).0
 }

@@ -57,277 +57,316 @@ const fn of(symbol: &'static str, version: i32) -> Function {
     Function { symbol, base, version, per_thread }
 }
 
-/// The row of [`FUNCTIONS`] of this exported name.
-///
-/// # Panics
-/// There is none. Meant for constants, which do not compile then.
-pub const fn function(symbol: &str) -> Function {
-    let mut index = 0;
-    while index < FUNCTIONS.len() && !is_same(FUNCTIONS[index].symbol, symbol) {
-        index += 1;
-    }
-    assert!(index < FUNCTIONS.len(), "no function of this name is in the table");
-    FUNCTIONS[index]
-}
-
-const fn is_same(one: &str, other: &str) -> bool {
-    one.len() == other.len() && common_bytes(one, other) == one.len()
-}
-
-/// Counts the bytes that both begin with.
-const fn common_bytes(one: &str, other: &str) -> usize {
-    let (one, other) = (one.as_bytes(), other.as_bytes());
-    let mut index = 0;
-    while index < one.len() && index < other.len() && one[index] == other[index] {
-        index += 1;
-    }
-    index
-}
-
 /// The beginning that all names of [`FUNCTIONS`] share.
-pub const PREFIX: &str = {
-    let first = FUNCTIONS[0].symbol;
-    let (mut bytes, mut index) = (first.len(), 1);
-    while index < FUNCTIONS.len() {
-        let common = common_bytes(first, FUNCTIONS[index].symbol);
-        bytes = if common < bytes { common } else { bytes };
-        index += 1;
-    }
-    first.split_at(bytes).0
-};
+pub const PREFIX: &str = "cu";
 
-/// Gives the macro `$rows` the functions that are answered from the pool or followed, each with its version.
+/// Gives the macro `$take` every function that we stand in for, by what we do with it, each with its version.
+///
+/// A function that waits has its arguments and what it touches, in words of the crate that makes hooks of them.
 #[macro_export]
-macro_rules! replaced_functions {
-    ($rows:ident) => {
-        $rows! {
-            cuMemAllocAsync 11_020;
-            cuMemAllocAsync_ptsz 11_020;
-            cuMemAllocFromPoolAsync 11_020;
-            cuMemAllocFromPoolAsync_ptsz 11_020;
-            cuMemGetAccess 10_020;
-            cuArray3DCreate_v2 3020;
-            cuArrayCreate_v2 3020;
-            cuArrayDestroy 2000;
-            cuCtxCreate 2000;
-            cuCtxCreate_v2 3020;
-            cuCtxCreate_v3 11_040;
-            cuCtxCreate_v4 12_050;
-            cuCtxDestroy 2000;
-            cuCtxDestroy_v2 4000;
-            cuCtxDetach 2000;
-            cuCtxDisablePeerAccess 4000;
-            cuCtxEnablePeerAccess 4000;
-            cuDeviceGetAttribute 2000;
-            cuDeviceTotalMem_v2 3020;
-            cuDevicePrimaryCtxRelease 7000;
-            cuDevicePrimaryCtxRelease_v2 11_000;
-            cuDevicePrimaryCtxReset 7000;
-            cuDevicePrimaryCtxReset_v2 11_000;
-            cuDevicePrimaryCtxRetain 7000;
-            cuGraphAddChildGraphNode 10_000;
-            cuGraphAddNode 12_020;
-            cuGraphAddNode_v2 12_030;
-            cuGraphAddNode_v3 13_040;
-            cuGraphClone 10_000;
-            cuGraphDestroy 10_000;
-            cuGraphExecChildGraphNodeSetParams 11_010;
-            cuGraphExecDestroy 10_000;
-            cuGraphExecUpdate 10_020;
-            cuGraphExecUpdate_v2 12_000;
-            cuGraphInstantiate 10_000;
-            cuGraphInstantiateWithFlags 11_040;
-            cuGraphInstantiateWithParams 12_000;
-            cuGraphInstantiateWithParams_ptsz 12_000;
-            cuGraphInstantiate_v2 11_000;
-            cuGraphLaunch 10_000;
-            cuGraphLaunch_ptsz 10_000;
-            cuIpcCloseMemHandle 4010;
-            cuIpcGetMemHandle 4010;
-            cuIpcOpenMemHandle 4010;
-            cuIpcOpenMemHandle_v2 11_000;
-            cuMemAddressFree 10_020;
-            cuMemAddressReserve 10_020;
-            cuLogicalEndpointCreate 13_030;
-            cuLogicalEndpointIdReserve 13_030;
-            cuLogicalEndpointImport 13_030;
-            cuMemAllocManaged 6000;
-            cuMemAllocPitch_v2 3020;
-            cuMemAlloc_v2 3020;
-            cuMemCreate 10_020;
-            cuMemDiscardAndPrefetchBatchAsync 13_000;
-            cuMemDiscardAndPrefetchBatchAsync_ptsz 13_000;
-            cuMemExportToShareableHandle 10_020;
-            cuMemFreeAsync 11_020;
-            cuMemFreeAsync_ptsz 11_020;
-            cuMemFree_v2 3020;
-            cuMemGetAddressRange_v2 3020;
-            cuMemGetAllocationPropertiesFromHandle 10_020;
-            cuMemGetHandleForAddressRange 11_070;
-            cuMemGetInfo_v2 3020;
-            cuMemImportFromShareableHandle 10_020;
-            cuMemMap 10_020;
-            cuMemPrefetchAsync 8000;
-            cuMemPrefetchAsync_ptsz 8000;
-            cuMemPrefetchAsync_v2 12_020;
-            cuMemPrefetchAsync_v2_ptsz 12_020;
-            cuMemPrefetchBatchAsync 13_000;
-            cuMemPrefetchBatchAsync_ptsz 13_000;
-            cuMemRelease 10_020;
-            cuMemRetainAllocationHandle 11_000;
-            cuMemSetAccess 10_020;
-            cuMemUnmap 10_020;
-            cuLibraryUnload 12_000;
-            cuModuleUnload 2000;
-            cuMulticastCreate 12_010;
-            cuPointerGetAttribute 4000;
-            cuPointerGetAttributes 7000;
-            cuStreamBeginCaptureToGraph 12_030;
-            cuStreamBeginCaptureToGraph_ptsz 12_030;
-            cuStreamBeginCapture 10_000;
-            cuStreamBeginCapture_ptsz 10_000;
-            cuStreamBeginCapture_v2 10_010;
-            cuStreamBeginRecaptureToGraph 13_030;
-            cuStreamBeginRecaptureToGraph_ptsz 13_030;
-            cuStreamBeginCapture_v2_ptsz 10_010;
-            cuStreamDestroy 2000;
-            cuStreamDestroy_v2 4000;
-            cuStreamEndCapture 10_000;
-            cuStreamEndCapture_ptsz 10_000;
+macro_rules! driver_functions {
+    ($take:ident) => {
+        $take! {
+            // A call that names all that it touches waits for no more than that; any other waits for all memory. What it touches of
+            // paged memory is there for the stream that it works on.
+            waiting {
+                cuLaunchKernel 4000 | cuLaunchKernel_ptsz 7000 (
+                    function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+                    block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
+                    parameters: Pointer, extra: Pointer
+                )
+                    looks [Names::Kernel { function, parameters, extra }, stream];
+                cuLaunchKernelEx 11_060 | cuLaunchKernelEx_ptsz 11_060 (
+                    config: Pointer, function: Pointer, parameters: Pointer, extra: Pointer
+                )
+                    looks [Names::Kernel { function, parameters, extra }, look::stream_of(config)];
+                cuLaunchCooperativeKernel 9000 | cuLaunchCooperativeKernel_ptsz 9000 (
+                    function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+                    block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: Pointer,
+                    parameters: Pointer
+                )
+                    looks [Names::Kernel { function, parameters, extra: std::ptr::null_mut() }, stream];
+                cuLaunch 2000 (function: Pointer);
+                cuLaunchGrid 2000 (function: Pointer, width: c_int, height: c_int);
+                cuLaunchGridAsync 2000 (function: Pointer, width: c_int, height: c_int, stream: Pointer);
+                cuLaunchCooperativeKernelMultiDevice 9000 (launches: Pointer, devices: c_uint, flags: c_uint);
+                cuMemcpy 4000 | cuMemcpy_ptds 7000 (
+                    target: u64, source: u64, bytes: usize
+                ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+                    copies [target source bytes];
+                cuMemcpyPeer 4000 | cuMemcpyPeer_ptds 7000 (
+                    target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize
+                ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM;
+                cuMemcpyHtoD_v2 3020 | cuMemcpyHtoD_v2_ptds 7000 (
+                    target: u64, source: Pointer, bytes: usize
+                ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+                    copies [target source bytes];
+                cuMemcpyDtoH_v2 3020 | cuMemcpyDtoH_v2_ptds 7000 (
+                    target: Pointer, source: u64, bytes: usize
+                ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+                    copies [target source bytes];
+                cuMemcpyDtoD_v2 3020 | cuMemcpyDtoD_v2_ptds 7000 (
+                    target: u64, source: u64, bytes: usize
+                ) touches [touched(target, bytes), touched(source, bytes)] on NO_STREAM
+                    copies [target source bytes];
+                cuMemcpyDtoA_v2 3020 | cuMemcpyDtoA_v2_ptds 7000 (
+                    target: Pointer, target_offset: usize, source: u64, bytes: usize
+                ) touches [touched(source, bytes)] on NO_STREAM;
+                cuMemcpyAtoD_v2 3020 | cuMemcpyAtoD_v2_ptds 7000 (
+                    target: u64, source: Pointer, source_offset: usize, bytes: usize
+                ) touches [touched(target, bytes)] on NO_STREAM;
+                cuMemcpy2D_v2 3020 | cuMemcpy2D_v2_ptds 7000
+                | cuMemcpy2DUnaligned_v2 3020 | cuMemcpy2DUnaligned_v2_ptds 7000 (copy: Pointer)
+                    looks [Names::Records(copy, &COPY_2D, 1), NO_STREAM];
+                cuMemcpy3D_v2 3020 | cuMemcpy3D_v2_ptds 7000 (copy: Pointer)
+                    looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
+                cuMemcpy3DPeer 4000 | cuMemcpy3DPeer_ptds 7000 (copy: Pointer)
+                    looks [Names::Records(copy, &COPY_3D, 1), NO_STREAM];
+                cuMemsetD8_v2 3020 | cuMemsetD8_v2_ptds 7000 (
+                    target: u64, value: u8, count: usize
+                ) touches [touched(target, count)] on NO_STREAM;
+                cuMemsetD16_v2 3020 | cuMemsetD16_v2_ptds 7000 (
+                    target: u64, value: u16, count: usize
+                ) touches [touched(target, count.saturating_mul(2))] on NO_STREAM;
+                cuMemsetD32_v2 3020 | cuMemsetD32_v2_ptds 7000 (
+                    target: u64, value: c_uint, count: usize
+                ) touches [touched(target, count.saturating_mul(4))] on NO_STREAM;
+                cuMemsetD2D8_v2 3020 | cuMemsetD2D8_v2_ptds 7000 (
+                    target: u64, pitch: usize, value: u8, width: usize, height: usize
+                ) touches [touched(target, rows_bytes(pitch, width, height))] on NO_STREAM;
+                cuMemsetD2D16_v2 3020 | cuMemsetD2D16_v2_ptds 7000 (
+                    target: u64, pitch: usize, value: u16, width: usize, height: usize
+                ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on NO_STREAM;
+                cuMemsetD2D32_v2 3020 | cuMemsetD2D32_v2_ptds 7000 (
+                    target: u64, pitch: usize, value: c_uint, width: usize, height: usize
+                ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on NO_STREAM;
+                cuMemcpyAsync 4000 | cuMemcpyAsync_ptsz 7000 (
+                    target: u64, source: u64, bytes: usize, stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream
+                    copies [target source bytes stream];
+                cuMemcpyPeerAsync 4000 | cuMemcpyPeerAsync_ptsz 7000 (
+                    target: u64, target_context: Pointer, source: u64, source_context: Pointer, bytes: usize,
+                    stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream;
+                cuMemcpyHtoDAsync_v2 3020 | cuMemcpyHtoDAsync_v2_ptsz 7000 (
+                    target: u64, source: Pointer, bytes: usize, stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream
+                    copies [target source bytes stream];
+                cuMemcpyDtoHAsync_v2 3020 | cuMemcpyDtoHAsync_v2_ptsz 7000 (
+                    target: Pointer, source: u64, bytes: usize, stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream
+                    copies [target source bytes stream];
+                cuMemcpyDtoDAsync_v2 3020 | cuMemcpyDtoDAsync_v2_ptsz 7000 (
+                    target: u64, source: u64, bytes: usize, stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream
+                    copies [target source bytes stream];
+                cuMemcpy2DAsync_v2 3020 | cuMemcpy2DAsync_v2_ptsz 7000 (copy: Pointer, stream: Pointer)
+                    looks [Names::Records(copy, &COPY_2D, 1), stream];
+                cuMemcpy3DAsync_v2 3020 | cuMemcpy3DAsync_v2_ptsz 7000 (copy: Pointer, stream: Pointer)
+                    looks [Names::Records(copy, &COPY_3D, 1), stream];
+                cuMemcpy3DPeerAsync 4000 | cuMemcpy3DPeerAsync_ptsz 7000 (copy: Pointer, stream: Pointer)
+                    looks [Names::Records(copy, &COPY_3D, 1), stream];
+                cuMemsetD8Async 3020 | cuMemsetD8Async_ptsz 7000 (
+                    target: u64, value: u8, count: usize, stream: Pointer
+                ) touches [touched(target, count)] on stream;
+                cuMemsetD16Async 3020 | cuMemsetD16Async_ptsz 7000 (
+                    target: u64, value: u16, count: usize, stream: Pointer
+                ) touches [touched(target, count.saturating_mul(2))] on stream;
+                cuMemsetD32Async 3020 | cuMemsetD32Async_ptsz 7000 (
+                    target: u64, value: c_uint, count: usize, stream: Pointer
+                ) touches [touched(target, count.saturating_mul(4))] on stream;
+                cuMemsetD2D8Async 3020 | cuMemsetD2D8Async_ptsz 7000 (
+                    target: u64, pitch: usize, value: u8, width: usize, height: usize, stream: Pointer
+                ) touches [touched(target, rows_bytes(pitch, width, height))] on stream;
+                cuMemsetD2D16Async 3020 | cuMemsetD2D16Async_ptsz 7000 (
+                    target: u64, pitch: usize, value: u16, width: usize, height: usize, stream: Pointer
+                ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(2), height))] on stream;
+                cuMemsetD2D32Async 3020 | cuMemsetD2D32Async_ptsz 7000 (
+                    target: u64, pitch: usize, value: c_uint, width: usize, height: usize, stream: Pointer
+                ) touches [touched(target, rows_bytes(pitch, width.saturating_mul(4), height))] on stream;
+                cuMemcpyBatchAsync 12_080 | cuMemcpyBatchAsync_ptsz 12_080 (
+                    targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
+                    indices: Pointer, attribute_count: usize, fail_index: Pointer, stream: Pointer
+                )
+                    looks [Names::Lists([targets, sources], sizes, count), stream]
+                    tells fail_index;
+                cuMemcpyBatchAsync_v2 13_000 | cuMemcpyBatchAsync_v2_ptsz 13_000 (
+                    targets: Pointer, sources: Pointer, sizes: Pointer, count: usize, attributes: Pointer,
+                    indices: Pointer, attribute_count: usize, stream: Pointer
+                )
+                    looks [Names::Lists([targets, sources], sizes, count), stream];
+                cuMemcpy3DBatchAsync 12_080 | cuMemcpy3DBatchAsync_ptsz 12_080 (
+                    count: usize, operations: Pointer, fail_index: Pointer, flags: c_ulonglong,
+                    stream: Pointer
+                )
+                    looks [Names::Records(operations, &OPERATION_3D, count), stream]
+                    tells fail_index;
+                cuMemcpy3DBatchAsync_v2 13_000 | cuMemcpy3DBatchAsync_v2_ptsz 13_000 (
+                    count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
+                )
+                    looks [Names::Records(operations, &OPERATION_3D, count), stream];
+                cuFabricCpyBatchAsync 13_050 | cuFabricCpyBatchAsync_ptsz 13_050 (
+                    count: usize, operations: Pointer, flags: c_ulonglong, stream: Pointer
+                )
+                    looks [Names::Records(operations, &FABRIC_COPY, count), stream];
+                cuMemcpyWithAttributesAsync 13_020 | cuMemcpyWithAttributesAsync_ptsz 13_020 (
+                    target: u64, source: u64, bytes: usize, attributes: Pointer, stream: Pointer
+                ) touches [touched(target, bytes), touched(source, bytes)] on stream;
+                cuMemcpy3DWithAttributesAsync 13_020 | cuMemcpy3DWithAttributesAsync_ptsz 13_020 (
+                    operation: Pointer, flags: c_ulonglong, stream: Pointer
+                )
+                    looks [Names::Records(operation, &OPERATION_3D, 1), stream];
+                cuMemBatchDecompressAsync 12_060 | cuMemBatchDecompressAsync_ptsz 12_060 (
+                    operations: Pointer, count: usize, flags: c_uint, error_index: Pointer, stream: Pointer
+                )
+                    looks [Names::Records(operations, &DECOMPRESSION, count), stream]
+                    tells error_index;
+                cuStreamWaitValue32 8000 | cuStreamWaitValue32_ptsz 8000
+                | cuStreamWaitValue32_v2 11_070 | cuStreamWaitValue32_v2_ptsz 11_070
+                | cuStreamWriteValue32 8000 | cuStreamWriteValue32_ptsz 8000
+                | cuStreamWriteValue32_v2 11_070 | cuStreamWriteValue32_v2_ptsz 11_070 (
+                    stream: Pointer, address: u64, value: c_uint, flags: c_uint
+                ) touches [touched(address, 4)] on stream;
+                cuStreamWaitValue64 9000 | cuStreamWaitValue64_ptsz 9000
+                | cuStreamWaitValue64_v2 11_070 | cuStreamWaitValue64_v2_ptsz 11_070
+                | cuStreamWriteValue64 9000 | cuStreamWriteValue64_ptsz 9000
+                | cuStreamWriteValue64_v2 11_070 | cuStreamWriteValue64_v2_ptsz 11_070 (
+                    stream: Pointer, address: u64, value: u64, flags: c_uint
+                ) touches [touched(address, 8)] on stream;
+                cuStreamBatchMemOp 8000 | cuStreamBatchMemOp_ptsz 8000
+                | cuStreamBatchMemOp_v2 11_070 | cuStreamBatchMemOp_v2_ptsz 11_070 (
+                    stream: Pointer, count: c_uint, operations: Pointer, flags: c_uint
+                )
+                    looks [Names::Records(operations, &MEMORY_OPERATION, count as usize), stream];
+            }
+            asking {
+                cuStreamQuery 2000 | cuStreamQuery_ptsz 7000 (stream: Pointer);
+                cuStreamSynchronize 2000 | cuStreamSynchronize_ptsz 7000 (stream: Pointer);
+                cuEventQuery 2000 (event: Pointer);
+                cuEventSynchronize 2000 (event: Pointer);
+                cuEventElapsedTime 2000 (milliseconds: Pointer, start: Pointer, end: Pointer);
+                cuEventElapsedTime_v2 12_080 (milliseconds: Pointer, start: Pointer, end: Pointer);
+                cuCtxSynchronize 2000 ();
+                cuCtxSynchronize_v2 13_000 (context: Pointer);
+            }
+            // Answered from the pool, or followed.
+            replaced {
+                cuMemAllocAsync 11_020;
+                cuMemAllocAsync_ptsz 11_020;
+                cuMemAllocFromPoolAsync 11_020;
+                cuMemAllocFromPoolAsync_ptsz 11_020;
+                cuMemGetAccess 10_020;
+                cuArray3DCreate_v2 3020;
+                cuArrayCreate_v2 3020;
+                cuArrayDestroy 2000;
+                cuCtxCreate 2000;
+                cuCtxCreate_v2 3020;
+                cuCtxCreate_v3 11_040;
+                cuCtxCreate_v4 12_050;
+                cuCtxDestroy 2000;
+                cuCtxDestroy_v2 4000;
+                cuCtxDetach 2000;
+                cuCtxDisablePeerAccess 4000;
+                cuCtxEnablePeerAccess 4000;
+                cuDeviceGetAttribute 2000;
+                cuDeviceTotalMem_v2 3020;
+                cuDevicePrimaryCtxRelease 7000;
+                cuDevicePrimaryCtxRelease_v2 11_000;
+                cuDevicePrimaryCtxReset 7000;
+                cuDevicePrimaryCtxReset_v2 11_000;
+                cuDevicePrimaryCtxRetain 7000;
+                cuGraphAddChildGraphNode 10_000;
+                cuGraphAddNode 12_020;
+                cuGraphAddNode_v2 12_030;
+                cuGraphAddNode_v3 13_040;
+                cuGraphClone 10_000;
+                cuGraphDestroy 10_000;
+                cuGraphExecChildGraphNodeSetParams 11_010;
+                cuGraphExecDestroy 10_000;
+                cuGraphExecUpdate 10_020;
+                cuGraphExecUpdate_v2 12_000;
+                cuGraphInstantiate 10_000;
+                cuGraphInstantiateWithFlags 11_040;
+                cuGraphInstantiateWithParams 12_000;
+                cuGraphInstantiateWithParams_ptsz 12_000;
+                cuGraphInstantiate_v2 11_000;
+                cuGraphLaunch 10_000;
+                cuGraphLaunch_ptsz 10_000;
+                cuIpcCloseMemHandle 4010;
+                cuIpcGetMemHandle 4010;
+                cuIpcOpenMemHandle 4010;
+                cuIpcOpenMemHandle_v2 11_000;
+                cuMemAddressFree 10_020;
+                cuMemAddressReserve 10_020;
+                cuLogicalEndpointCreate 13_030;
+                cuLogicalEndpointIdReserve 13_030;
+                cuLogicalEndpointImport 13_030;
+                cuMemAllocManaged 6000;
+                cuMemAllocPitch_v2 3020;
+                cuMemAlloc_v2 3020;
+                cuMemCreate 10_020;
+                cuMemDiscardAndPrefetchBatchAsync 13_000;
+                cuMemDiscardAndPrefetchBatchAsync_ptsz 13_000;
+                cuMemExportToShareableHandle 10_020;
+                cuMemFreeAsync 11_020;
+                cuMemFreeAsync_ptsz 11_020;
+                cuMemFree_v2 3020;
+                cuMemGetAddressRange_v2 3020;
+                cuMemGetAllocationPropertiesFromHandle 10_020;
+                cuMemGetHandleForAddressRange 11_070;
+                cuMemGetInfo_v2 3020;
+                cuMemImportFromShareableHandle 10_020;
+                cuMemMap 10_020;
+                cuMemPrefetchAsync 8000;
+                cuMemPrefetchAsync_ptsz 8000;
+                cuMemPrefetchAsync_v2 12_020;
+                cuMemPrefetchAsync_v2_ptsz 12_020;
+                cuMemPrefetchBatchAsync 13_000;
+                cuMemPrefetchBatchAsync_ptsz 13_000;
+                cuMemRelease 10_020;
+                cuMemRetainAllocationHandle 11_000;
+                cuMemSetAccess 10_020;
+                cuMemUnmap 10_020;
+                cuLibraryUnload 12_000;
+                cuModuleUnload 2000;
+                cuMulticastCreate 12_010;
+                cuPointerGetAttribute 4000;
+                cuPointerGetAttributes 7000;
+                cuStreamBeginCaptureToGraph 12_030;
+                cuStreamBeginCaptureToGraph_ptsz 12_030;
+                cuStreamBeginCapture 10_000;
+                cuStreamBeginCapture_ptsz 10_000;
+                cuStreamBeginCapture_v2 10_010;
+                cuStreamBeginRecaptureToGraph 13_030;
+                cuStreamBeginRecaptureToGraph_ptsz 13_030;
+                cuStreamBeginCapture_v2_ptsz 10_010;
+                cuStreamDestroy 2000;
+                cuStreamDestroy_v2 4000;
+                cuStreamEndCapture 10_000;
+                cuStreamEndCapture_ptsz 10_000;
+            }
+            lookup {
+                cuGetProcAddress 11_030;
+                cuGetProcAddress_v2 12_000;
+            }
         }
     };
 }
 
 macro_rules! table {
-    ($($symbol:ident $version:literal;)*) => {
-        /// The table: what waits at the gate, what looks functions up, and what is answered from the pool or followed.
-        pub const FUNCTIONS: &[Function] = &[
-            of("cuLaunchKernel", 4000),
-            of("cuLaunchKernel_ptsz", 7000),
-            of("cuLaunchKernelEx", 11_060),
-            of("cuLaunchKernelEx_ptsz", 11_060),
-            of("cuLaunchCooperativeKernel", 9000),
-            of("cuLaunchCooperativeKernel_ptsz", 9000),
-            of("cuLaunch", 2000),
-            of("cuLaunchGrid", 2000),
-            of("cuLaunchGridAsync", 2000),
-            of("cuLaunchCooperativeKernelMultiDevice", 9000),
-            of("cuMemcpy", 4000),
-            of("cuMemcpy_ptds", 7000),
-            of("cuMemcpyPeer", 4000),
-            of("cuMemcpyPeer_ptds", 7000),
-            of("cuMemcpyHtoD_v2", 3020),
-            of("cuMemcpyHtoD_v2_ptds", 7000),
-            of("cuMemcpyDtoH_v2", 3020),
-            of("cuMemcpyDtoH_v2_ptds", 7000),
-            of("cuMemcpyDtoD_v2", 3020),
-            of("cuMemcpyDtoD_v2_ptds", 7000),
-            of("cuMemcpyDtoA_v2", 3020),
-            of("cuMemcpyDtoA_v2_ptds", 7000),
-            of("cuMemcpyAtoD_v2", 3020),
-            of("cuMemcpyAtoD_v2_ptds", 7000),
-            of("cuMemcpy2D_v2", 3020),
-            of("cuMemcpy2D_v2_ptds", 7000),
-            of("cuMemcpy2DUnaligned_v2", 3020),
-            of("cuMemcpy2DUnaligned_v2_ptds", 7000),
-            of("cuMemcpy3D_v2", 3020),
-            of("cuMemcpy3D_v2_ptds", 7000),
-            of("cuMemcpy3DPeer", 4000),
-            of("cuMemcpy3DPeer_ptds", 7000),
-            of("cuMemsetD8_v2", 3020),
-            of("cuMemsetD8_v2_ptds", 7000),
-            of("cuMemsetD16_v2", 3020),
-            of("cuMemsetD16_v2_ptds", 7000),
-            of("cuMemsetD32_v2", 3020),
-            of("cuMemsetD32_v2_ptds", 7000),
-            of("cuMemsetD2D8_v2", 3020),
-            of("cuMemsetD2D8_v2_ptds", 7000),
-            of("cuMemsetD2D16_v2", 3020),
-            of("cuMemsetD2D16_v2_ptds", 7000),
-            of("cuMemsetD2D32_v2", 3020),
-            of("cuMemsetD2D32_v2_ptds", 7000),
-            of("cuMemcpyAsync", 4000),
-            of("cuMemcpyAsync_ptsz", 7000),
-            of("cuMemcpyPeerAsync", 4000),
-            of("cuMemcpyPeerAsync_ptsz", 7000),
-            of("cuMemcpyHtoDAsync_v2", 3020),
-            of("cuMemcpyHtoDAsync_v2_ptsz", 7000),
-            of("cuMemcpyDtoHAsync_v2", 3020),
-            of("cuMemcpyDtoHAsync_v2_ptsz", 7000),
-            of("cuMemcpyDtoDAsync_v2", 3020),
-            of("cuMemcpyDtoDAsync_v2_ptsz", 7000),
-            of("cuMemcpy2DAsync_v2", 3020),
-            of("cuMemcpy2DAsync_v2_ptsz", 7000),
-            of("cuMemcpy3DAsync_v2", 3020),
-            of("cuMemcpy3DAsync_v2_ptsz", 7000),
-            of("cuMemcpy3DPeerAsync", 4000),
-            of("cuMemcpy3DPeerAsync_ptsz", 7000),
-            of("cuMemsetD8Async", 3020),
-            of("cuMemsetD8Async_ptsz", 7000),
-            of("cuMemsetD16Async", 3020),
-            of("cuMemsetD16Async_ptsz", 7000),
-            of("cuMemsetD32Async", 3020),
-            of("cuMemsetD32Async_ptsz", 7000),
-            of("cuMemsetD2D8Async", 3020),
-            of("cuMemsetD2D8Async_ptsz", 7000),
-            of("cuMemsetD2D16Async", 3020),
-            of("cuMemsetD2D16Async_ptsz", 7000),
-            of("cuMemsetD2D32Async", 3020),
-            of("cuMemsetD2D32Async_ptsz", 7000),
-            of("cuMemcpyBatchAsync", 12_080),
-            of("cuMemcpyBatchAsync_ptsz", 12_080),
-            of("cuMemcpyBatchAsync_v2", 13_000),
-            of("cuMemcpyBatchAsync_v2_ptsz", 13_000),
-            of("cuMemcpy3DBatchAsync", 12_080),
-            of("cuMemcpy3DBatchAsync_ptsz", 12_080),
-            of("cuMemcpy3DBatchAsync_v2", 13_000),
-            of("cuMemcpy3DBatchAsync_v2_ptsz", 13_000),
-            of("cuFabricCpyBatchAsync", 13_050),
-            of("cuFabricCpyBatchAsync_ptsz", 13_050),
-            of("cuMemcpyWithAttributesAsync", 13_020),
-            of("cuMemcpyWithAttributesAsync_ptsz", 13_020),
-            of("cuMemcpy3DWithAttributesAsync", 13_020),
-            of("cuMemcpy3DWithAttributesAsync_ptsz", 13_020),
-            of("cuMemBatchDecompressAsync", 12_060),
-            of("cuMemBatchDecompressAsync_ptsz", 12_060),
-            of("cuStreamWaitValue32_v2", 11_070),
-            of("cuStreamWaitValue32_v2_ptsz", 11_070),
-            of("cuStreamWaitValue64_v2", 11_070),
-            of("cuStreamWaitValue64_v2_ptsz", 11_070),
-            of("cuStreamWriteValue32_v2", 11_070),
-            of("cuStreamWriteValue32_v2_ptsz", 11_070),
-            of("cuStreamWriteValue64_v2", 11_070),
-            of("cuStreamWriteValue64_v2_ptsz", 11_070),
-            of("cuStreamBatchMemOp_v2", 11_070),
-            of("cuStreamBatchMemOp_v2_ptsz", 11_070),
-            of("cuStreamWaitValue32", 8000),
-            of("cuStreamWaitValue32_ptsz", 8000),
-            of("cuStreamWaitValue64", 9000),
-            of("cuStreamWaitValue64_ptsz", 9000),
-            of("cuStreamWriteValue32", 8000),
-            of("cuStreamWriteValue32_ptsz", 8000),
-            of("cuStreamWriteValue64", 9000),
-            of("cuStreamWriteValue64_ptsz", 9000),
-            of("cuStreamBatchMemOp", 8000),
-            of("cuStreamBatchMemOp_ptsz", 8000),
-            of("cuStreamQuery", 2000),
-            of("cuStreamQuery_ptsz", 7000),
-            of("cuStreamSynchronize", 2000),
-            of("cuStreamSynchronize_ptsz", 7000),
-            of("cuEventQuery", 2000),
-            of("cuEventSynchronize", 2000),
-            of("cuEventElapsedTime", 2000),
-            of("cuEventElapsedTime_v2", 12_080),
-            of("cuCtxSynchronize", 2000),
-            of("cuCtxSynchronize_v2", 13_000),
-            of("cuGetProcAddress", 11_030),
-            of("cuGetProcAddress_v2", 12_000),
-            $(of(stringify!($symbol), $version),)*
-        ];
+    ($($kind:ident { $(
+        $symbol:ident $version:literal $(| $alike:ident $alike_version:literal)* $(( $($arguments:tt)* ))?
+        $(touches $touched:tt on $place:ident)? $(copies $copy:tt)? $(looks $look:tt)? $(tells $index:ident)?;
+    )* })*) => {
+        /// The table.
+        pub const FUNCTIONS: &[Function] = &[$($(
+            of(stringify!($symbol), $version),
+            $(of(stringify!($alike), $alike_version),)*
+        )*)*];
     };
 }
 
-replaced_functions!(table);
+driver_functions!(table);
 
 #[cfg(test)]
 mod tests {
@@ -344,10 +383,9 @@ mod tests {
     }
 
     #[test]
-    fn each_function_has_one_row_and_is_found_by_its_name() {
+    fn each_function_has_one_row_and_a_name_of_the_drivers() {
         let names: BTreeSet<&str> = FUNCTIONS.iter().map(|function| function.symbol).collect();
         assert_eq!(names.len(), FUNCTIONS.len());
-        assert!(FUNCTIONS.iter().all(|known| function(known.symbol) == *known));
-        assert_eq!(PREFIX, "cu");
+        assert!(names.iter().all(|name| name.starts_with(PREFIX)));
     }
 }

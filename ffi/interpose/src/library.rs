@@ -20,8 +20,8 @@ const COPIES_MAX: usize = 8;
 pub enum Treatment {
     /// They go to this function of ours.
     Replace(AddressOf),
-    /// They go to the library's own function, and the process's owner is told that there are some.
-    Tell,
+    /// They go to the library's own function, after this one of ours is told its name.
+    Tell(fn(&CStr)),
 }
 
 /// A function that we stand in for.
@@ -49,8 +49,6 @@ pub struct Description {
     pub table: &'static [Row],
     /// Told, once, of each copy that is found: its path, and whether it is the one that is watched.
     pub found: fn(&CStr, bool),
-    /// Told of a function of [`Treatment::Tell`] when code has called it.
-    pub called: fn(&CStr),
 }
 
 /// A library, and what is known of its copies in this process. Lives as long as the process; shared by all
@@ -258,8 +256,8 @@ impl Library {
         let row = self.rows().get(number)?;
         match row.verdict {
             Treatment::Replace(ours) => Some(ours()),
-            Treatment::Tell => {
-                (self.description.called)(row.name);
+            Treatment::Tell(called) => {
+                called(row.name);
                 Some(own)
             }
         }
@@ -275,7 +273,7 @@ impl Library {
         let row = self.rows().get(number)?;
         Some(match row.verdict {
             Treatment::Replace(ours) => ours(),
-            Treatment::Tell => (row.exported)(),
+            Treatment::Tell(_) => (row.exported)(),
         })
     }
 }
@@ -345,14 +343,15 @@ impl Sites {
 /// Makes the table of a library's functions, and our exports of their names.
 ///
 /// `$library` is the [`Library`] that is made from the table; `$ours` the module of the functions that replace
-/// its own, under their names; `$missing` a function that is called where no copy has the one that was called.
+/// its own, under their names; `$missing` a function that is called where no copy has the one that was called;
+/// `$called` one that is told the names of those that are not replaced when code calls them.
 /// No function may take a vector register.
 #[macro_export]
 macro_rules! interpose_library {
     (
         $library:ident; missing = $missing:path;
         replaced in $ours:ident { $($replaced:ident;)* }
-        told { $($told:ident;)* }
+        $(told to $called:path { $($told:ident;)* })?
     ) => {
         /// The functions by number.
         #[allow(
@@ -363,7 +362,7 @@ macro_rules! interpose_library {
         )]
         #[derive(Clone, Copy, Debug)]
         #[repr(usize)]
-        pub(crate) enum Function { $($replaced,)* $($told,)* }
+        pub(crate) enum Function { $($replaced,)* $($($told,)*)? }
 
         /// The table.
         const TABLE: &[$crate::library::Row] = &[
@@ -374,11 +373,11 @@ macro_rules! interpose_library {
                 ),
                 exported: || (exports::$replaced as *const ()).expose_provenance(),
             },)*
-            $($crate::library::Row {
+            $($($crate::library::Row {
                 name: $crate::c_name!($told),
-                verdict: $crate::library::Treatment::Tell,
+                verdict: $crate::library::Treatment::Tell($called),
                 exported: || (exports::$told as *const ()).expose_provenance(),
-            },)*
+            },)*)?
         ];
 
         /// Our exports of the library's names.
@@ -392,7 +391,7 @@ macro_rules! interpose_library {
             }
 
             $($crate::exported!($replaced);)*
-            $($crate::exported!($told);)*
+            $($($crate::exported!($told);)*)?
         }
     };
 }
@@ -450,4 +449,20 @@ macro_rules! call_own {
             unsafe { own($($value),*) }
         })
     }};
+}
+
+/// Functions instead of those of the library `$library`, for its `interpose_library!`: each has the library's own call as `$own`,
+/// which answers `$missing` where the library has no such function.
+#[macro_export]
+macro_rules! instead_of {
+    (
+        $library:ident, missing = $missing:expr;
+        $($(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* ) -> $answer:ty, |$own:ident| $body:expr;)*
+    ) => {$(
+        $(#[$doc])*
+        pub(super) unsafe extern "C" fn $symbol($($arg: $ty),*) -> $answer {
+            let $own = || $crate::call_own!($library, $symbol($($arg),*)).unwrap_or($missing);
+            $body
+        }
+    )*};
 }

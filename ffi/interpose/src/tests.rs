@@ -38,7 +38,6 @@ static MADE_UP: Library = Library::new(Description {
     file: c"libsublettest.so.1",
     table: TABLE,
     found: |_, is_watched| FOUND.with_borrow_mut(|found| found.push(is_watched)),
-    called: |name| CALLED.with_borrow_mut(|called| called.push(name.to_owned())),
 });
 
 static NOWHERE: Resident = Resident::new(c"libsubletnone.so.1");
@@ -70,6 +69,10 @@ mod ours {
     }
 }
 
+fn called(name: &CStr) {
+    CALLED.with_borrow_mut(|called| called.push(name.to_owned()));
+}
+
 extern "C" fn nobody(_value: c_int) -> c_int {
     -2
 }
@@ -79,7 +82,7 @@ crate::interpose_library! {
     replaced in ours {
         sublettest_work;
     }
-    told {
+    told to called {
         sublettest_other;
     }
 }

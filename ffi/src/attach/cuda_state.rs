@@ -10,77 +10,67 @@ use vmm_pool::driver::{DeviceOrdinal, DriverCode};
 use super::Device;
 use crate::driver::call_driver;
 use crate::interposed::INTERPOSED;
-use crate::runtime;
+use crate::{contexts, replaced};
 use sublet_interpose::{Pointer, loader};
 
 /// An upper limit of devices in one process, against a driver that says anything.
 const DEVICES_MAX: c_int = 64;
 
-/// True when the driver, which is loaded, has been initialised in this process. Does not initialise it.
-pub(super) fn driver_is_up() -> bool {
+/// Counts the process's devices. `None` where the driver, which is loaded, has not been initialised. Does not initialise it.
+fn device_count() -> Option<c_int> {
     let mut count: c_int = 0;
-    call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) == DriverCode::SUCCESS.0
+    done(call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)))?;
+    Some(count.min(DEVICES_MAX))
+}
+
+fn done(code: c_int) -> Option<()> {
+    DriverCode(code).ok().ok()
+}
+
+/// True when the driver, which is loaded, has been initialised in this process.
+pub(super) fn driver_is_up() -> bool {
+    device_count().is_some()
 }
 
 /// The devices whose primary context is there already, and how many of their bytes are in use. Makes no context; the
 /// caller's current one is as before. The driver is up.
 pub(super) fn devices() -> Vec<Device> {
-    let mut count: c_int = 0;
-    if call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) != DriverCode::SUCCESS.0 {
-        return Vec::new();
-    }
-    (0..count.min(DEVICES_MAX))
-        .filter(|&device| runtime::has_primary_context(device))
-        .filter_map(used)
-        .collect()
+    let all = 0..device_count().unwrap_or(0);
+    all.filter(|&device| contexts::has_primary_context(device)).filter_map(used).collect()
 }
 
 fn used(device: c_int) -> Option<Device> {
-    let done = |code: c_int| (code == DriverCode::SUCCESS.0).then_some(());
-    let mut context: *mut c_void = std::ptr::null_mut();
+    let mut context: Pointer = std::ptr::null_mut();
     // One more reference to a context that is there, for the time of the question.
-    done(call_driver!(cuDevicePrimaryCtxRetain(
-        &raw mut context => *mut *mut c_void, device => c_int
-    )))?;
-    let pushed = done(call_driver!(cuCtxPushCurrent_v2(context => *mut c_void)));
+    done(
+        call_driver!(cuDevicePrimaryCtxRetain(&raw mut context => *mut Pointer, device => c_int)),
+    )?;
     let (mut free, mut total): (usize, usize) = (0, 0);
-    let asked = pushed.and_then(|()| {
-        let asked = done(call_driver!(cuMemGetInfo_v2(
+    let asked = contexts::with_current(context, || {
+        done(call_driver!(cuMemGetInfo_v2(
             &raw mut free => *mut usize, &raw mut total => *mut usize
-        )));
-        let mut popped: *mut c_void = std::ptr::null_mut();
-        done(call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut *mut c_void)))?;
-        asked
+        )))
     });
     done(call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int)))?;
-    asked.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
+    asked?.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
 }
 
 /// Notes which devices had been given access to which devices' plain memory before the attach. The driver has no question
 /// for that: access that may be enabled is, and taken back immediately if it was not there. The caller's current context is
 /// as before. The driver is up.
 pub(super) fn learn_peer_access() {
-    let mut count: c_int = 0;
-    if call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) != DriverCode::SUCCESS.0 {
-        return;
-    }
-    let contexts: Vec<(c_int, Pointer)> = (0..count.min(DEVICES_MAX))
-        .filter_map(|device| Some((device, runtime::existing_primary_context(device)?)))
+    let all = 0..device_count().unwrap_or(0);
+    let contexts: Vec<(c_int, Pointer)> = all
+        .filter_map(|device| Some((device, contexts::existing_primary_context(device)?)))
         .collect();
     for &(accessor, context) in &contexts {
-        if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != DriverCode::SUCCESS.0 {
-            continue;
-        }
-        for &(owner, peer) in contexts.iter().filter(|(owner, _)| *owner != accessor) {
-            if had_access(accessor, owner, peer) {
-                learn(DeviceOrdinal(owner), DeviceOrdinal(accessor));
+        contexts::with_current(context, || {
+            for &(owner, peer) in contexts.iter().filter(|(owner, _)| *owner != accessor) {
+                if had_access(accessor, owner, peer) {
+                    replaced::may_reach(DeviceOrdinal(owner), DeviceOrdinal(accessor));
+                }
             }
-        }
-        let mut popped: Pointer = std::ptr::null_mut();
-        let code = call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer));
-        if code != DriverCode::SUCCESS.0 {
-            tracing::error!(code, "a context that was pushed could not be popped");
-        }
+        });
     }
 }
 
@@ -103,15 +93,6 @@ fn had_access(accessor: c_int, owner: c_int, peer: Pointer) -> bool {
             false
         }
         _ => false,
-    }
-}
-
-fn learn(owner: DeviceOrdinal, accessor: DeviceOrdinal) {
-    runtime::accessors().record(owner, accessor);
-    let opened = runtime::member()
-        .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
-    if let Err(error) = opened {
-        tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 use vmm_pool::sync::lock;
 
-use crate::last_call::{ARGUMENT, OK, fail, guarded, not_joined};
+use crate::last_call::{ARGUMENT, OK, answered, fail, guarded, not_joined};
 use crate::runtime;
 
 /// The longest time that a pause waits for the application's answer. The application may wait for a lock whose holder
@@ -37,14 +37,11 @@ pub unsafe extern "C" fn sublet_host_copy(
         if host.is_null() || size_bytes == 0 {
             return fail(ARGUMENT, "a host copy needs a size, and somewhere to write");
         }
-        match member.pool().saved().at(VaRange::new(DeviceAddress(address), size_bytes)) {
-            Ok(pointer) => {
-                // SAFETY: checked not to be null; the caller's for one pointer.
-                unsafe { host.write(pointer.as_ptr().cast_const().cast()) };
-                OK
-            }
-            Err(error) => fail(ARGUMENT, &error.to_string()),
-        }
+        let found = member.pool().saved().at(VaRange::new(DeviceAddress(address), size_bytes));
+        answered(found.map(|pointer| {
+            // SAFETY: checked not to be null; the caller's for one pointer.
+            unsafe { host.write(pointer.as_ptr().cast_const().cast()) };
+        }))
     })
 }
 
@@ -70,10 +67,7 @@ pub unsafe extern "C" fn sublet_host_copy_out(
         }
         // SAFETY: the caller's buffer has this many bytes.
         let target = unsafe { std::slice::from_raw_parts_mut(target.cast::<u8>(), length) };
-        match member.pool().saved().read(DeviceAddress(address), target) {
-            Ok(()) => OK,
-            Err(error) => fail(ARGUMENT, &error.to_string()),
-        }
+        answered(member.pool().saved().read(DeviceAddress(address), target))
     })
 }
 
@@ -96,11 +90,7 @@ pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
                 return fail(ARGUMENT, &format!("{} is no directory: {error}", path.display()));
             }
         };
-        if let Err(error) = vmm_pool::check_file_dir(&dir) {
-            return fail(ARGUMENT, &error.to_string());
-        }
-        runtime::set_file_dir(dir);
-        OK
+        answered(vmm_pool::check_file_dir(&dir).map(|()| runtime::set_file_dir(dir)))
     })
 }
 

@@ -14,8 +14,8 @@ use vmm_pool::driver::{CudaDriver, DeviceAddress, DeviceOrdinal, DriverCode};
 use super::regions::tag_of;
 use super::stats::answer;
 use crate::last_call::{
-    ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY, fail, guarded,
-    not_joined,
+    ARGUMENT, OK, OUT_OF_DEVICE_MEMORY, OUT_OF_HOST_MEMORY, REFUSED, RETRY, answered, fail,
+    guarded, not_joined,
 };
 use crate::{contexts, environment, look, runtime};
 
@@ -50,7 +50,7 @@ fn done(result: PageResult<()>) -> c_int {
 }
 
 fn pager_of(number: u64) -> Result<Arc<Pager<CudaDriver>>, c_int> {
-    runtime::windows()
+    runtime::WINDOWS
         .pager(number)
         .ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
 }
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn sublet_page_open(
                 made.check_writes();
             }
             let context = contexts::of_our_threads(member.pool().driver(), made.device());
-            let number = runtime::windows().open(made, context, look::at);
+            let number = runtime::WINDOWS.open(made, context, look::at);
             // SAFETY: checked not to be null; the caller's for one number.
             unsafe { pager.write(number) };
         }))
@@ -128,8 +128,7 @@ pub unsafe extern "C" fn sublet_page_open(
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |found| {
         drop(found);
-        let closed = runtime::windows().close(pager, look::at);
-        closed.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |_pager| OK)
+        answered(runtime::WINDOWS.close(pager, look::at).map(drop))
     })
 }
 
@@ -158,12 +157,8 @@ pub unsafe extern "C" fn sublet_page_alloc(pager: u64, size_bytes: u64, span: *m
 pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c_int {
     with(pager, |_| {
         // SAFETY: as this function's caller promises.
-        let tag = match unsafe { tag_of(tag) } {
-            Ok(tag) => tag,
-            Err(code) => return code,
-        };
-        let added = runtime::windows().page(pager, tag);
-        added.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
+        let tag = unsafe { tag_of(tag) };
+        tag.map_or_else(|code| code, |tag| answered(runtime::WINDOWS.page(pager, tag)))
     })
 }
 

@@ -8,19 +8,12 @@ use tenants::region::{self, RegionError};
 use vmm_pool::Contents;
 use vmm_pool::driver::DeviceOrdinal;
 
-use super::pausing::text;
+use super::pausing::{code_of, text};
 use crate::bindings;
-use crate::last_call::{ARGUMENT, OK, fail, guarded};
+use crate::last_call::{ARGUMENT, answered, fail, guarded};
 
 /// Begins a region in one of the two ways there are.
 type Begin = fn(&str, Contents, Option<DeviceOrdinal>) -> Result<(), RegionError>;
-
-fn done(result: Result<(), RegionError>) -> c_int {
-    match result {
-        Ok(()) => OK,
-        Err(error) => fail(ARGUMENT, &error.to_string()),
-    }
-}
 
 /// The contents that one of the header's values stands for, and whether the caller agrees to run without the tag.
 fn contents_of(value: c_int) -> Option<(Contents, bool)> {
@@ -45,26 +38,22 @@ pub(super) unsafe fn tag_of<'a>(tag: *const c_char) -> Result<&'a str, c_int> {
 }
 
 unsafe fn begin(how: Begin, tag: *const c_char, contents: c_int, device: c_int) -> c_int {
-    guarded(|| {
+    code_of(|| {
         // SAFETY: as this function's caller promises.
-        let tag = match unsafe { tag_of(tag) } {
-            Ok(tag) => tag,
-            Err(code) => return code,
-        };
-        let Some((contents, runs_without)) = contents_of(contents) else {
-            let message = format!("{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2");
-            return fail(ARGUMENT, &message);
-        };
+        let tag = unsafe { tag_of(tag) }?;
+        let (contents, runs_without) = contents_of(contents).ok_or_else(|| {
+            fail(ARGUMENT, &format!("{contents} is no SUBLET_CONTENTS_ value: use 0, 1 or 2"))
+        })?;
         let device = match device {
             -1 => None,
             0.. => Some(DeviceOrdinal(device)),
-            _ => return fail(ARGUMENT, &format!("{device} is no device: -1 is every device")),
+            _ => return Err(fail(ARGUMENT, &format!("{device} is no device: -1 is every device"))),
         };
-        done(how(tag, contents, device).inspect(|()| {
+        Ok(answered(how(tag, contents, device).inspect(|()| {
             if runs_without {
                 region::agree_to_run_without(tag);
             }
-        }))
+        })))
     })
 }
 
@@ -95,13 +84,13 @@ pub unsafe extern "C" fn sublet_region_begin_on(
 /// Begins a stretch of this thread in which no region counts.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_begin_none() -> c_int {
-    guarded(|| done(region::begin_none()))
+    guarded(|| answered(region::begin_none()))
 }
 
 /// Ends what was begun last on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_end() -> c_int {
-    guarded(|| done(region::end()))
+    guarded(|| answered(region::end()))
 }
 
 /// Begins a region for all threads that have none of their own.
@@ -121,5 +110,5 @@ pub unsafe extern "C" fn sublet_region_begin_all_threads(
 /// Ends the region for all threads.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_end_all_threads() -> c_int {
-    guarded(|| done(region::end_everywhere()))
+    guarded(|| answered(region::end_everywhere()))
 }

@@ -32,11 +32,25 @@ pub(crate) struct WaitSignalDesc {
     context: c_int,
 }
 
-/// More descriptors than any communicator has ranks and signals: NCCL will refuse what names as many.
-const AWAITED_MAX: usize = 1 << 20;
+/// More than any communicator has ranks and signals: NCCL will refuse what names as many.
+const LISTED_MAX: usize = 1 << 20;
 
 /// `NCCL_SHRINK_ABORT`.
 const SHRINK_ABORT: c_int = 1;
+
+/// The caller's list of `count`, or none where that is no number of any.
+///
+/// # Safety
+/// `first` is null, or the first of so many, where they are not more than [`LISTED_MAX`].
+unsafe fn listed<'a, T>(first: *const T, count: c_int) -> &'a [T] {
+    match usize::try_from(count) {
+        // SAFETY: the caller promises that there are as many.
+        Ok(count) if !first.is_null() && count <= LISTED_MAX => unsafe {
+            std::slice::from_raw_parts(first, count)
+        },
+        _ => &[],
+    }
+}
 
 /// Calls the own function of the library whose `NCCL` and `Function` are in scope.
 macro_rules! call_nccl {
@@ -86,7 +100,7 @@ impl Process for Here {
     }
 
     fn add_to_capture(&self, capture: u64, increments: Vec<Increment>) {
-        runtime::graphs().recorded(capture, increments);
+        runtime::GRAPHS.recorded(capture, increments);
     }
 
     fn communicator_at(&self, place: usize) -> usize {
@@ -127,7 +141,7 @@ pub(super) fn counted(
         return plain().0;
     };
     let here = Here(member);
-    if let Ok(result) = runtime::netted(|| count(runtime::collectives(), &here)) {
+    if let Ok(result) = runtime::netted(|| count(&runtime::COLLECTIVES, &here)) {
         return result.0;
     }
     member.notes().add("a call of NCCL's failed inside of us. Please report this".to_owned());
@@ -170,6 +184,16 @@ macro_rules! message {
             ) by member |all, here, call| {
                 let what = (communicator.expose_provenance(), Operation::$operation { peer });
                 all.launch(here, stringify!($symbol), what, stream.expose_provenance(), call)
+            }
+        }
+    };
+}
+
+macro_rules! of_communicator {
+    ($symbol:ident ( $($arg:ident : $ty:ty),* ), $method:ident) => {
+        function! {
+            $symbol(communicator: Pointer $(, $arg: $ty)*) by member |all, here, call| {
+                all.$method(here, communicator.expose_provenance(), call)
             }
         }
     };
@@ -235,19 +259,14 @@ function! {
     ncclWaitSignal(
         count: c_int, descriptors: *const WaitSignalDesc, communicator: Pointer, stream: Pointer
     ) by member |all, here, call| {
-        let signals: Vec<Awaited> = match usize::try_from(count) {
-            // SAFETY: the caller's array of this many descriptors, as NCCL's function takes it.
-            Ok(count) if !descriptors.is_null() && count <= AWAITED_MAX => unsafe {
-                std::slice::from_raw_parts(descriptors, count)
-            },
-            _ => &[],
-        }
-        .iter()
-        .map(|WaitSignalDesc { count, peer, index, context }| Awaited {
-            signal: Signal { peer: *peer, index: *index, context: *context },
-            count: *count,
-        })
-        .collect();
+        // SAFETY: the caller's array of this many descriptors, as NCCL's function takes it.
+        let signals: Vec<Awaited> = unsafe { listed(descriptors, count) }
+            .iter()
+            .map(|WaitSignalDesc { count, peer, index, context }| Awaited {
+                signal: Signal { peer: *peer, index: *index, context: *context },
+                count: *count,
+            })
+            .collect();
         let what = (communicator.expose_provenance(), Operation::Wait { signals: &signals });
         all.launch(here, "ncclWaitSignal", what, stream.expose_provenance(), call)
     }
@@ -264,7 +283,7 @@ function! {
 function! {
     ncclCommSuspend(communicator: Pointer, flags: c_int) by member |all, here, call| {
         // All ranks give up what they have of each other before any makes its own again.
-        runtime::slabs().take_shared_addresses_again();
+        runtime::SLABS.take_shared_addresses_again();
         all.agree(here, "ncclCommSuspend", communicator.expose_provenance(), call)
     }
 }
@@ -323,14 +342,10 @@ function! {
         place: Pointer, ranks: c_int, rank: c_int, id_count: c_int, ids: *const UniqueId,
         config: Pointer
     ) by join |all, here, call| {
-        let bytes: &[u8] = match usize::try_from(id_count) {
-            // SAFETY: the caller's array of this many ids, as NCCL's function takes it.
-            Ok(count) if !ids.is_null() => unsafe {
-                std::slice::from_raw_parts(ids.cast::<u8>(), count * size_of::<UniqueId>())
-            },
-            _ => &[],
-        };
-        let who = (of_unique_ids(bytes), rank, ranks);
+        // SAFETY: the caller's array of this many ids, as NCCL's function takes it.
+        let ids = unsafe { listed(ids, id_count) };
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.0).collect();
+        let who = (of_unique_ids(&bytes), rank, ranks);
         peers::note(here.0, who);
             all.create(here, "ncclCommInitRankScalable", who, place.expose_provenance(), call)
     }
@@ -354,13 +369,8 @@ function! {
         parent: Pointer, excluded: *const c_int, excluded_count: c_int, place: Pointer,
         config: Pointer, flags: c_int
     ) by member |all, here, call| {
-        let excluded: &[c_int] = match usize::try_from(excluded_count) {
-            // SAFETY: the caller's list of this many ranks, as NCCL's function takes it.
-            Ok(count) if !excluded.is_null() => unsafe {
-                std::slice::from_raw_parts(excluded, count)
-            },
-            _ => &[],
-        };
+        // SAFETY: the caller's list of this many ranks, as NCCL's function takes it.
+        let excluded = unsafe { listed(excluded, excluded_count) };
         let place = place.expose_provenance();
         let parent = (parent.expose_provenance(), flags & SHRINK_ABORT != 0);
         all.shrink(here, parent, excluded, place, call)
@@ -378,26 +388,10 @@ function! {
         all.grow(here, parent, (id, rank), place.expose_provenance(), call)
     }
 }
-function! {
-    ncclCommFinalize(communicator: Pointer) by member |all, here, call| {
-        all.finalize(here, communicator.expose_provenance(), call)
-    }
-}
-function! {
-    ncclCommDestroy(communicator: Pointer) by member |all, here, call| {
-        all.destroy(here, communicator.expose_provenance(), call)
-    }
-}
-function! {
-    ncclCommAbort(communicator: Pointer) by member |all, here, call| {
-        all.abort(here, communicator.expose_provenance(), call)
-    }
-}
-function! {
-    ncclCommRevoke(communicator: Pointer, flags: c_int) by member |all, here, call| {
-        all.revoke(here, communicator.expose_provenance(), call)
-    }
-}
+of_communicator!(ncclCommFinalize(), finalize);
+of_communicator!(ncclCommDestroy(), destroy);
+of_communicator!(ncclCommAbort(), abort);
+of_communicator!(ncclCommRevoke(flags: c_int), revoke);
 
 /// `ncclCommGetAsyncError`: what it says is also what we know of a non-blocking call.
 ///
@@ -421,7 +415,7 @@ pub(crate) unsafe extern "C" fn ncclCommGetAsyncError(
             result
         }
     };
-    let all = runtime::collectives();
+    let all = &runtime::COLLECTIVES;
     let _state = all.state(&Here(member), communicator.expose_provenance(), ask);
     result.0
 }

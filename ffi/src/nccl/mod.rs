@@ -32,7 +32,6 @@ pub(crate) static NCCL: Library = Library::new(Description {
     file: c"libnccl.so.2",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -81,7 +80,6 @@ interpose_library! {
         ncclSignal;
         ncclWaitSignal;
     }
-    told {}
 }
 
 fn found(path: &CStr, is_watched: bool) {

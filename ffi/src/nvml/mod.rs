@@ -30,7 +30,6 @@ pub(crate) static NVML: Library = Library::new(Description {
     file: c"libnvidia-ml.so.1",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -42,7 +41,6 @@ interpose_library! {
         nvmlDeviceGetMemoryInfo;
         nvmlDeviceGetMemoryInfo_v2;
     }
-    told {}
 }
 
 /// Longest text of a GPU's identity, in bytes (`NVML_DEVICE_UUID_V2_BUFFER_SIZE`); that of a version is shorter.
@@ -55,9 +53,6 @@ const SUCCESS: c_int = NvmlCode::SUCCESS.0;
 fn found(path: &CStr, is_watched: bool) {
     tracing::debug!(path = %path.to_string_lossy(), is_watched, "NVML");
 }
-
-/// No function is only told of.
-fn called(_name: &CStr) {}
 
 /// Called where no copy has the function.
 extern "C" fn no_nvml() -> c_int {
@@ -242,64 +237,39 @@ mod calls {
     use sublet_nvml::{Memory, MemoryV2, NvmlCode, Process, ProcessV1};
 
     use super::{Function, NVML, are_rows_known, may_be_bound, narrowed, running};
-    use sublet_interpose::Pointer;
-    use sublet_interpose::call_own;
+    use sublet_interpose::{Pointer, call_own, instead_of};
 
     const MISSING: c_int = NvmlCode::FUNCTION_NOT_FOUND.0;
 
-    pub(super) unsafe extern "C" fn nvmlDeviceGetMemoryInfo(
-        device: Pointer,
-        memory: *mut Memory,
-    ) -> c_int {
-        narrowed(device, memory, || {
-            call_own!(NVML, nvmlDeviceGetMemoryInfo(device, memory)).unwrap_or(MISSING)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(
-        device: Pointer,
-        memory: *mut MemoryV2,
-    ) -> c_int {
-        narrowed(device, memory, || {
-            call_own!(NVML, nvmlDeviceGetMemoryInfo_v2(device, memory)).unwrap_or(MISSING)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses(
-        device: Pointer,
-        count: *mut c_uint,
-        rows: *mut ProcessV1,
-    ) -> c_int {
-        running(device, count, rows, |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses(device, count, rows))
-                .unwrap_or(MISSING)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v2(
-        device: Pointer,
-        count: *mut c_uint,
-        rows: *mut Process,
-    ) -> c_int {
-        running(device, count, rows, |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v2(device, count, rows))
-                .unwrap_or(MISSING)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
-        device: Pointer,
-        count: *mut c_uint,
-        rows: *mut Process,
-    ) -> c_int {
-        let own = |count, rows| {
-            call_own!(NVML, nvmlDeviceGetComputeRunningProcesses_v3(device, count, rows))
-                .unwrap_or(MISSING)
+    /// Calls the library's own function `$symbol` about a device, for the processes on it.
+    macro_rules! running_by {
+        ($symbol:ident, $device:ident) => {
+            |count, rows| call_own!(NVML, $symbol($device, count, rows)).unwrap_or(MISSING)
         };
-        if may_be_bound() && !are_rows_known() {
-            return own(count, rows);
-        }
-        running(device, count, rows, own)
+    }
+
+    instead_of! {
+        NVML, missing = MISSING;
+        nvmlDeviceGetMemoryInfo(device: Pointer, memory: *mut Memory) -> c_int,
+            |own| narrowed(device, memory, own);
+        nvmlDeviceGetMemoryInfo_v2(device: Pointer, memory: *mut MemoryV2) -> c_int,
+            |own| narrowed(device, memory, own);
+        nvmlDeviceGetComputeRunningProcesses(
+            device: Pointer, count: *mut c_uint, rows: *mut ProcessV1
+        ) -> c_int,
+            |_own| running(device, count, rows, running_by!(nvmlDeviceGetComputeRunningProcesses, device));
+        nvmlDeviceGetComputeRunningProcesses_v2(
+            device: Pointer, count: *mut c_uint, rows: *mut Process
+        ) -> c_int,
+            |_own| running(device, count, rows, running_by!(nvmlDeviceGetComputeRunningProcesses_v2, device));
+        nvmlDeviceGetComputeRunningProcesses_v3(
+            device: Pointer, count: *mut c_uint, rows: *mut Process
+        ) -> c_int, |own| {
+            if may_be_bound() && !are_rows_known() {
+                return own();
+            }
+            running(device, count, rows, running_by!(nvmlDeviceGetComputeRunningProcesses_v3, device))
+        };
     }
 }
 

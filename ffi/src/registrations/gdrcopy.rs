@@ -4,7 +4,7 @@
 
 use std::ffi::CStr;
 
-use super::{called, found, no_library};
+use super::{found, no_library};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -18,7 +18,6 @@ pub(crate) static GDRCOPY: Library = Library::new(Description {
     file: FILE,
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -29,7 +28,6 @@ interpose_library! {
         gdr_pin_buffer_v2;
         gdr_unpin_buffer;
     }
-    told {}
 }
 
 /// The functions instead of the library's.
@@ -39,10 +37,10 @@ mod calls {
     use sublet_registrations::Key;
     use sublet_registrations::registrations::GDRCOPY as REASON;
 
-    use super::super::{call_own, range_of, registered, seen};
+    use super::super::{ended, range_of, registered, seen};
     use super::{Function, GDRCOPY};
     use crate::runtime;
-    use sublet_interpose::Pointer;
+    use sublet_interpose::{Pointer, instead_of};
 
     fn pin(
         context: Pointer,
@@ -68,52 +66,22 @@ mod calls {
         )
     }
 
-    pub(super) unsafe extern "C" fn gdr_pin_buffer(
-        context: Pointer,
-        address: c_ulong,
-        length: usize,
-        token: u64,
-        space: u32,
-        handle: *mut c_ulong,
-    ) -> c_int {
-        pin(context, address, length, handle, || {
-            call_own!(GDRCOPY, gdr_pin_buffer(context, address, length, token, space, handle))
-                .unwrap_or(libc::ENOSYS)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn gdr_pin_buffer_v2(
-        context: Pointer,
-        address: c_ulong,
-        length: usize,
-        flags: u32,
-        handle: *mut c_ulong,
-    ) -> c_int {
-        pin(context, address, length, handle, || {
-            call_own!(GDRCOPY, gdr_pin_buffer_v2(context, address, length, flags, handle))
-                .unwrap_or(libc::ENOSYS)
-        })
-    }
-
-    pub(super) unsafe extern "C" fn gdr_unpin_buffer(context: Pointer, handle: c_ulong) -> c_int {
-        let own = || call_own!(GDRCOPY, gdr_unpin_buffer(context, handle)).unwrap_or(libc::ENOSYS);
-        seen(
-            |member| {
-                let key = Key::GdrCopy { context: context.addr(), handle };
-                runtime::registrations().unregister(member, key, own, |code| *code == 0)
-            },
-            own,
-        )
-    }
-
-    pub(super) unsafe extern "C" fn gdr_close(context: Pointer) -> c_int {
-        let own = || call_own!(GDRCOPY, gdr_close(context)).unwrap_or(libc::ENOSYS);
-        seen(
-            |member| {
-                let done = |code: &c_int| *code == 0;
-                runtime::registrations().unregister_all(member, context.addr(), own, done)
-            },
-            own,
-        )
+    instead_of! {
+        GDRCOPY, missing = libc::ENOSYS;
+        gdr_pin_buffer(
+            context: Pointer, address: c_ulong, length: usize, token: u64, space: u32, handle: *mut c_ulong
+        ) -> c_int, |own| pin(context, address, length, handle, own);
+        gdr_pin_buffer_v2(
+            context: Pointer, address: c_ulong, length: usize, flags: u32, handle: *mut c_ulong
+        ) -> c_int, |own| pin(context, address, length, handle, own);
+        gdr_unpin_buffer(context: Pointer, handle: c_ulong) -> c_int,
+            |own| ended(Key::GdrCopy { context: context.addr(), handle }, own);
+        gdr_close(context: Pointer) -> c_int, |own| {
+            let done = |code: &c_int| *code == 0;
+            let end = |member| {
+                runtime::REGISTRATIONS.unregister_all(member, context.addr(), own, done)
+            };
+            seen(end, own)
+        };
     }
 }

@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "exports functions under the library's names")]
 
-use super::{called, found, nothing};
+use super::{found, nothing};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -13,7 +13,6 @@ pub(crate) static MLX5: Library = Library::new(Description {
     file: c"libmlx5.so.1",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -23,7 +22,6 @@ interpose_library! {
         mlx5dv_devx_umem_reg;
         mlx5dv_devx_umem_reg_ex;
     }
-    told {}
 }
 
 /// The functions instead of the library's.
@@ -31,12 +29,10 @@ mod calls {
     use std::ffi::c_int;
 
     use sublet_registrations::Key;
-    use sublet_registrations::registrations::NETWORK_CARD;
 
-    use super::super::{call_own, range_of, registered, seen};
+    use super::super::{ended, made};
     use super::{Function, MLX5};
-    use crate::runtime;
-    use sublet_interpose::Pointer;
+    use sublet_interpose::{Pointer, instead_of};
 
     /// The beginning of `mlx5dv_devx_umem_in`, which newer libraries extend at its end.
     #[repr(C)]
@@ -45,53 +41,21 @@ mod calls {
         length: usize,
     }
 
-    fn register(address: Pointer, length: usize, own: impl Fn() -> Pointer) -> Pointer {
-        seen(
-            |member| {
-                let key =
-                    |memory: &Pointer| (!memory.is_null()).then(|| Key::UserMemory(memory.addr()));
-                let range = range_of(address, length);
-                registered(member, range, NETWORK_CARD, &own, key)
-            },
-            &own,
-        )
-    }
-
-    pub(super) unsafe extern "C" fn mlx5dv_devx_umem_reg(
-        context: Pointer,
-        address: Pointer,
-        length: usize,
-        access: u32,
-    ) -> Pointer {
-        register(address, length, || {
-            call_own!(MLX5, mlx5dv_devx_umem_reg(context, address, length, access))
-                .unwrap_or(std::ptr::null_mut())
-        })
-    }
-
-    pub(super) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
-        context: Pointer,
-        memory: *const UmemIn,
-    ) -> Pointer {
-        let own = || {
-            call_own!(MLX5, mlx5dv_devx_umem_reg_ex(context, memory))
-                .unwrap_or(std::ptr::null_mut())
+    instead_of! {
+        MLX5, missing = std::ptr::null_mut();
+        mlx5dv_devx_umem_reg(
+            context: Pointer, address: Pointer, length: usize, access: u32
+        ) -> Pointer, |own| made(address, length, own, Key::UserMemory);
+        mlx5dv_devx_umem_reg_ex(context: Pointer, memory: *const UmemIn) -> Pointer, |own| {
+            // SAFETY: the caller's structure, which the library reads too; null is refused by it.
+            let memory = unsafe { memory.as_ref() };
+            memory.map_or_else(own, |memory| made(memory.address, memory.length, own, Key::UserMemory))
         };
-        // SAFETY: the caller's structure, which the library reads too; null is refused by it.
-        match unsafe { memory.as_ref() } {
-            Some(memory) => register(memory.address, memory.length, own),
-            None => own(),
-        }
     }
 
-    pub(super) unsafe extern "C" fn mlx5dv_devx_umem_dereg(memory: Pointer) -> c_int {
-        let own = || call_own!(MLX5, mlx5dv_devx_umem_dereg(memory)).unwrap_or(libc::ENOSYS);
-        seen(
-            |member| {
-                let key = Key::UserMemory(memory.addr());
-                runtime::registrations().unregister(member, key, own, |code| *code == 0)
-            },
-            own,
-        )
+    instead_of! {
+        MLX5, missing = libc::ENOSYS;
+        mlx5dv_devx_umem_dereg(memory: Pointer) -> c_int,
+            |own| ended(Key::UserMemory(memory.addr()), own);
     }
 }

@@ -17,13 +17,13 @@ mod verbs;
 use std::ffi::{CStr, c_int};
 
 use sublet_registrations::Key;
+use sublet_registrations::registrations::NETWORK_CARD;
 use vmm_pool::driver::{DeviceAddress, VaRange};
 
 use crate::look::Names;
 use crate::replaced::look_at;
 use crate::runtime::{self, Member};
 use sublet_interpose::Pointer;
-use sublet_interpose::call_own;
 
 pub(crate) use gdrcopy::{FILE as GDRCOPY_FILE, GDRCOPY};
 pub(crate) use mlx5::MLX5;
@@ -51,7 +51,23 @@ fn registered<T>(
     key: impl FnOnce(&T) -> Option<Key>,
 ) -> T {
     let _here = look_at("a registration", Names::Ranges(&[range]), std::ptr::null_mut());
-    runtime::registrations().register(member, range, reason, call, key)
+    runtime::REGISTRATIONS.register(member, range, reason, call, key)
+}
+
+/// As [`registered`], for functions that make an object of the range, which `key` is of.
+fn made(
+    address: Pointer,
+    length: usize,
+    own: impl Fn() -> Pointer,
+    key: fn(usize) -> Key,
+) -> Pointer {
+    let key = |made: &Pointer| (!made.is_null()).then(|| key(made.addr()));
+    seen(|member| registered(member, range_of(address, length), NETWORK_CARD, &own, key), &own)
+}
+
+/// Ends the registration of `key` where the library does.
+fn ended(key: Key, own: impl Fn() -> c_int) -> c_int {
+    seen(|member| runtime::REGISTRATIONS.unregister(member, key, &own, |code| *code == 0), &own)
 }
 
 fn range_of(start: Pointer, size_bytes: usize) -> VaRange {
@@ -72,9 +88,6 @@ fn found(path: &CStr, is_watched: bool) {
         ));
     }
 }
-
-/// No function is only told of.
-fn called(_name: &CStr) {}
 
 /// Called where no copy has the function: no memory is registered, or the function is not there.
 extern "C" fn nothing() -> usize {

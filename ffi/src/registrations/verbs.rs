@@ -1,10 +1,8 @@
 //! libibverbs: memory regions of network cards.
 
-#![expect(unsafe_code, reason = "exports functions under the library's names")]
-
 use std::ffi::{CStr, c_int};
 
-use super::{called, found, nothing};
+use super::{found, nothing};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
@@ -18,7 +16,6 @@ pub(crate) static VERBS: Library = Library::new(Description {
     file: FILE,
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -30,7 +27,6 @@ interpose_library! {
         ibv_reg_mr_iova2;
         ibv_rereg_mr;
     }
-    told {}
 }
 
 /// The functions instead of the library's.
@@ -40,98 +36,38 @@ mod calls {
     use sublet_registrations::Key;
     use sublet_registrations::registrations::NETWORK_CARD;
 
-    use super::super::{call_own, range_of, registered, seen};
+    use super::super::{ended, made, range_of, registered, seen};
     use super::{Function, VERBS, c_int};
-    use crate::runtime;
-    use sublet_interpose::Pointer;
+    use sublet_interpose::{Pointer, instead_of};
 
     /// The flag of `ibv_rereg_mr` by which the region gets other memory.
     const CHANGE_TRANSLATION: c_int = 1;
 
-    fn register(address: Pointer, length: usize, own: impl Fn() -> Pointer) -> Pointer {
-        seen(
-            |member| {
-                let key =
-                    |region: &Pointer| (!region.is_null()).then(|| Key::Region(region.addr()));
-                let range = range_of(address, length);
-                registered(member, range, NETWORK_CARD, &own, key)
-            },
-            &own,
-        )
+    instead_of! {
+        VERBS, missing = std::ptr::null_mut();
+        ibv_reg_mr(domain: Pointer, address: Pointer, length: usize, access: c_int) -> Pointer,
+            |own| made(address, length, own, Key::Region);
+        ibv_reg_mr_iova(
+            domain: Pointer, address: Pointer, length: usize, card_address: u64, access: c_int
+        ) -> Pointer, |own| made(address, length, own, Key::Region);
+        ibv_reg_mr_iova2(
+            domain: Pointer, address: Pointer, length: usize, card_address: u64, access: c_uint
+        ) -> Pointer, |own| made(address, length, own, Key::Region);
     }
 
-    pub(super) unsafe extern "C" fn ibv_reg_mr(
-        domain: Pointer,
-        address: Pointer,
-        length: usize,
-        access: c_int,
-    ) -> Pointer {
-        register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr(domain, address, length, access))
-                .unwrap_or(std::ptr::null_mut())
-        })
-    }
-
-    pub(super) unsafe extern "C" fn ibv_reg_mr_iova(
-        domain: Pointer,
-        address: Pointer,
-        length: usize,
-        card_address: u64,
-        access: c_int,
-    ) -> Pointer {
-        register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr_iova(domain, address, length, card_address, access))
-                .unwrap_or(std::ptr::null_mut())
-        })
-    }
-
-    pub(super) unsafe extern "C" fn ibv_reg_mr_iova2(
-        domain: Pointer,
-        address: Pointer,
-        length: usize,
-        card_address: u64,
-        access: c_uint,
-    ) -> Pointer {
-        register(address, length, || {
-            call_own!(VERBS, ibv_reg_mr_iova2(domain, address, length, card_address, access))
-                .unwrap_or(std::ptr::null_mut())
-        })
-    }
-
-    /// Changes a region. Where it gets other device memory, the memory that it had before is let go.
-    pub(super) unsafe extern "C" fn ibv_rereg_mr(
-        region: Pointer,
-        flags: c_int,
-        domain: Pointer,
-        address: Pointer,
-        length: usize,
-        access: c_int,
-    ) -> c_int {
-        let own = || {
-            call_own!(VERBS, ibv_rereg_mr(region, flags, domain, address, length, access))
-                .unwrap_or(libc::ENOSYS)
+    instead_of! {
+        VERBS, missing = libc::ENOSYS;
+        /// Changes a region. Where it gets other device memory, the memory that it had before is let go.
+        ibv_rereg_mr(
+            region: Pointer, flags: c_int, domain: Pointer, address: Pointer, length: usize, access: c_int
+        ) -> c_int, |own| {
+            if flags & CHANGE_TRANSLATION == 0 {
+                return own();
+            }
+            let key = |code: &c_int| (*code == 0).then(|| Key::Region(region.addr()));
+            let range = range_of(address, length);
+            seen(|member| registered(member, range, NETWORK_CARD, own, key), own)
         };
-        if flags & CHANGE_TRANSLATION == 0 {
-            return own();
-        }
-        seen(
-            |member| {
-                let key = |code: &c_int| (*code == 0).then(|| Key::Region(region.addr()));
-                let range = range_of(address, length);
-                registered(member, range, NETWORK_CARD, own, key)
-            },
-            own,
-        )
-    }
-
-    pub(super) unsafe extern "C" fn ibv_dereg_mr(region: Pointer) -> c_int {
-        let own = || call_own!(VERBS, ibv_dereg_mr(region)).unwrap_or(libc::ENOSYS);
-        seen(
-            |member| {
-                let key = Key::Region(region.addr());
-                runtime::registrations().unregister(member, key, own, |code| *code == 0)
-            },
-            own,
-        )
+        ibv_dereg_mr(region: Pointer) -> c_int, |own| ended(Key::Region(region.addr()), own);
     }
 }

@@ -22,22 +22,9 @@ use sublet_interpose::Pointer;
 /// The longest time that the end of a context gives waits of ours there to end.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
 
-/// Runs `body` with `context` current; `None` where the driver does not take it.
-pub(super) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
-    if call_driver!(cuCtxPushCurrent_v2(context => Pointer)) != SUCCESS {
-        return None;
-    }
-    let done = body();
-    let mut popped: Pointer = std::ptr::null_mut();
-    if call_driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut Pointer)) != SUCCESS {
-        tracing::error!("a context that was pushed could not be popped");
-    }
-    Some(done)
-}
-
 /// The device that a context is for.
 pub(super) fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
-    with_current(context, || runtime::current_device().ok()).flatten()
+    contexts::with_current(context, || contexts::current_device().ok()).flatten()
 }
 
 /// Makes a context by `make`. Where `device` has no room for it and the process queues, waits until others have made some.
@@ -48,7 +35,7 @@ fn in_room(device: c_int, mut make: impl FnMut() -> c_int) -> c_int {
     if code != full
         || Gate::is_inside()
         || Cut::is_inside()
-        || runtime::captures().counts().under_way() > 0
+        || runtime::CAPTURES.counts().under_way() > 0
     {
         return code;
     }
@@ -113,7 +100,7 @@ fn ending(
 /// The driver has ended the context, with its code and its captures.
 fn has_ended(ending: Ending<'static, CudaDriver>) {
     look::forget_functions();
-    runtime::captures().context_ended(ending.context());
+    runtime::CAPTURES.context_ended(ending.context());
     ending.ended();
 }
 
@@ -187,14 +174,14 @@ pub unsafe extern "C" fn cuCtxDetach(context: Pointer) -> c_int {
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device: c_int) -> c_int {
     let code = in_room(device, || call_driver!(cuDevicePrimaryCtxRetain(context, device)));
     if code == SUCCESS {
-        runtime::primary_was_retained(device);
+        contexts::primary_was_retained(device);
     }
     code
 }
 
 /// The plain memory of the primary context of `device`, where there is one.
 fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
-    let context = runtime::member().and_then(|_| runtime::existing_primary_context(device))?;
+    let context = runtime::member().and_then(|_| contexts::existing_primary_context(device))?;
     ending(RawContext(context.addr() as u64), |member| {
         if let Some(member) = member {
             let_waits_end(member, Waited::Device(DeviceOrdinal(device)));
@@ -210,11 +197,11 @@ macro_rules! release_primary {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol(device: c_int) -> c_int {
-            let may_be_last = runtime::primary_may_be_released_last(device);
+            let may_be_last = contexts::primary_may_be_released_last(device);
             let ending = may_be_last.then(|| ending_primary(device)).flatten();
             let code = call_driver!($symbol(device));
             if code == SUCCESS {
-                runtime::primary_was_released(device);
+                contexts::primary_was_released(device);
                 if let Some(ending) = ending
                     && is_over_without_us(device)
                 {
@@ -238,8 +225,8 @@ fn is_over_without_us(device: c_int) -> bool {
             tracing::warn!(%error, device, "a primary context that the application gave back stays");
         }
     }
-    runtime::let_primary_context_go(device);
-    !runtime::has_primary_context(device)
+    contexts::let_primary_context_go(device);
+    !contexts::has_primary_context(device)
 }
 
 macro_rules! reset_primary {
@@ -253,7 +240,7 @@ macro_rules! reset_primary {
             let ending = ending_primary(device);
             let code = call_driver!($symbol(device));
             if code == SUCCESS {
-                runtime::primary_was_reset(device);
+                contexts::primary_was_reset(device);
                 if let Some(member) = runtime::member() {
                     member.pool().driver().primary_context_was_reset(DeviceOrdinal(device));
                 }
@@ -269,6 +256,16 @@ macro_rules! reset_primary {
 reset_primary!(cuDevicePrimaryCtxReset);
 reset_primary!(cuDevicePrimaryCtxReset_v2);
 
+/// Notes that `accessor` may reach plain memory of `owner`, and opens what is there.
+pub(crate) fn may_reach(owner: DeviceOrdinal, accessor: DeviceOrdinal) {
+    runtime::ACCESSORS.record(owner, accessor);
+    let opened =
+        runtime::member().map_or(Ok(()), |member| runtime::ACCESSORS.open(member, owner, accessor));
+    if let Err(error) = opened {
+        tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
+    }
+}
+
 /// Gives the current context access to another's plain memory.
 ///
 /// # Safety
@@ -277,14 +274,9 @@ reset_primary!(cuDevicePrimaryCtxReset_v2);
 pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> c_int {
     let code = call_driver!(cuCtxEnablePeerAccess(peer, flags));
     if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
+        && let (Ok(accessor), Some(owner)) = (contexts::current_device(), device_of(peer))
     {
-        runtime::accessors().record(owner, accessor);
-        let opened = runtime::member()
-            .map_or(Ok(()), |member| runtime::accessors().open(member, owner, accessor));
-        if let Err(error) = opened {
-            tracing::error!(%error, %owner, %accessor, "peer access is incomplete");
-        }
+        may_reach(owner, accessor);
     }
     code
 }
@@ -297,9 +289,9 @@ pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> 
 pub unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Pointer) -> c_int {
     let code = call_driver!(cuCtxDisablePeerAccess(peer));
     if code == SUCCESS
-        && let (Ok(accessor), Some(owner)) = (runtime::current_device(), device_of(peer))
+        && let (Ok(accessor), Some(owner)) = (contexts::current_device(), device_of(peer))
     {
-        runtime::accessors().disable(owner, accessor);
+        runtime::ACCESSORS.disable(owner, accessor);
     }
     code
 }

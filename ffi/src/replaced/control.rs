@@ -12,7 +12,7 @@ use vmm_pool::gate::Passage;
 
 use super::{Handle, STREAM_PER_THREAD, SUCCESS, stream_value, write_out};
 use crate::driver::call_driver;
-use crate::{look, runtime};
+use crate::{contexts, look, runtime};
 use sublet_interpose::Pointer;
 
 /// A device's attributes. Those of abilities that a pause could not undo are 0.
@@ -125,12 +125,12 @@ macro_rules! begin_capture {
             if let Some(member) = member {
                 member.pool().waits().let_end(WAITS_BEFORE_CAPTURE);
             }
-            let captures = runtime::captures();
+            let captures = &runtime::CAPTURES;
             let _before = captures.counts().before(WAITS_BEFORE_CAPTURE);
             let code = call_driver!($symbol(stream $(, $arg)*));
             if code == SUCCESS {
                 let (key, context) =
-                    (capture_key(stream, stringify!($symbol)), runtime::current_context());
+                    (capture_key(stream, stringify!($symbol)), contexts::current_context());
                 captures.begun(key, context, Target::$target);
             }
             code
@@ -192,7 +192,7 @@ macro_rules! destroy_stream {
         pub unsafe extern "C" fn $symbol(stream: Pointer) -> c_int {
             let mut code = SUCCESS;
             look::stream_ends(stream);
-            runtime::captures().destroy(capture_key(stream, stringify!($symbol)), || {
+            runtime::CAPTURES.destroy(capture_key(stream, stringify!($symbol)), || {
                 code = call_driver!($symbol(stream));
                 code == SUCCESS
             });

@@ -10,10 +10,9 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode, VaRange};
 
-use super::context::with_current;
 use super::refusals::{away_in, refuse};
 use super::{Address, STREAM_PER_THREAD, SUCCESS, look_at};
-use crate::contexts::pointer_of;
+use crate::contexts::{self, pointer_of, with_current};
 use crate::driver::call_driver;
 use crate::look::Names;
 use crate::runtime::{self, Member};
@@ -50,7 +49,7 @@ pub(crate) fn is_refused(code: c_int) -> bool {
 /// access before.
 pub(crate) fn opens_blocks() -> bool {
     runtime::member().is_some_and(|member| {
-        runtime::accessors().open_for_copies(member, runtime::current_device().ok())
+        runtime::ACCESSORS.open_for_copies(member, contexts::current_device().ok())
     })
 }
 
@@ -61,7 +60,7 @@ fn place_of(member: &Member, address: u64) -> Option<(DeviceOrdinal, Pointer)> {
         Some((device, context)) => (device, context.map(pointer_of)),
         None => (device_of_native(address)?, None),
     };
-    Some((device, context.or_else(|| runtime::primary_context(device.0))?))
+    Some((device, context.or_else(|| contexts::primary_context(device.0))?))
 }
 
 fn device_of_native(address: Address) -> Option<DeviceOrdinal> {
@@ -89,7 +88,7 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
     let sides = [copy.target, copy.source];
     let is_ours = |address: &u64| {
         let address = DeviceAddress(*address);
-        let is_paged = runtime::windows().range_of(address).is_some();
+        let is_paged = runtime::WINDOWS.range_of(address).is_some();
         is_paged || member.pool().holdings().block_place(address).is_some()
     };
     if !sides.iter().any(is_ours) {

@@ -10,8 +10,7 @@ use vmm_pool::driver::{CudaDriver, DeviceOrdinal, Driver as _};
 
 use super::{SUCCESS, late_frees, size_t};
 use crate::driver::{DRIVER, call_driver};
-use crate::environment;
-use crate::runtime;
+use crate::{contexts, environment, runtime};
 
 /// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A
 /// process that asks before it has any memory joins its tenant for that.
@@ -37,7 +36,7 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
     if code != SUCCESS {
         return code;
     }
-    let device = runtime::current_device().ok();
+    let device = contexts::current_device().ok();
     if let Some(device) = device.filter(|_| !free.is_null() && !total.is_null()) {
         add_others(device, free, total);
     }

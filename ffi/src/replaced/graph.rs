@@ -36,7 +36,7 @@ const NODE_BODIES_OFFSET: usize = 32;
 /// capture is under way in the process, and never of the legacy stream, which cannot be captured and would
 /// answer with an error.
 pub(crate) fn capture_of(stream: usize) -> Option<u64> {
-    if runtime::captures().counts().under_way() == 0 || stream <= STREAM_LEGACY {
+    if runtime::CAPTURES.counts().under_way() == 0 || stream <= STREAM_LEGACY {
         return None;
     }
     let mut status: c_int = 0;
@@ -91,14 +91,14 @@ pub(super) fn end_capture(
     is_capturing: impl FnOnce() -> bool,
     end: impl FnOnce() -> c_int,
 ) -> c_int {
-    let graphs = runtime::graphs();
+    let graphs = &runtime::GRAPHS;
     let capture = graphs.is_used().then(|| capture_of(stream)).flatten();
     let code = end();
     // A failed end ends the capture too, but for the end that another thread may not ask for.
     if code != SUCCESS && is_capturing() {
         return code;
     }
-    let target = runtime::captures().ended(key);
+    let target = runtime::CAPTURES.ended(key);
     if let Some(capture) = capture {
         let made = if code == SUCCESS { written(graph) } else { None };
         let had_other_work = target == Some(sublet_cuda_graph::Target::Existing);
@@ -134,7 +134,7 @@ macro_rules! launch_graph {
                 let _pass = member.gate().pass_for(symbol, Passage::Use);
                 driver()
             };
-            let Some(increments) = runtime::graphs().increments_of(value(executable)) else {
+            let Some(increments) = runtime::GRAPHS.increments_of(value(executable)) else {
                 return apart(launch);
             };
             launch_counted(member, &increments, on, launch)
@@ -159,7 +159,7 @@ fn launch_counted(
     if let Some(capture) = capture_of(stream) {
         let code = launch();
         if code == SUCCESS {
-            runtime::graphs().recorded(capture, increments.to_vec());
+            runtime::GRAPHS.recorded(capture, increments.to_vec());
         }
         return code;
     }
@@ -205,8 +205,8 @@ macro_rules! followed {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
             let code = call_driver!($symbol($($arg),*));
-            if code == SUCCESS && runtime::graphs().is_used() {
-                let $graphs = runtime::graphs();
+            if code == SUCCESS && runtime::GRAPHS.is_used() {
+                let $graphs = &runtime::GRAPHS;
                 $follow;
             }
             code
@@ -216,7 +216,7 @@ macro_rules! followed {
 
 fn instantiated(executable: Pointer, graph: Pointer) {
     if let Some(made) = written(executable) {
-        runtime::graphs().instantiated(made, value(graph));
+        runtime::GRAPHS.instantiated(made, value(graph));
     }
 }
 
@@ -293,7 +293,7 @@ fn node_added(node: Pointer, graph: Pointer, parameters: Pointer) {
     match unsafe { parameters.cast::<c_int>().read() } {
         // Bodies are there before anything is captured into one.
         NODE_TYPE_CONDITIONAL => bodies_added(parameters),
-        NODE_TYPE_GRAPH if runtime::graphs().is_used() => child_added(node, graph, parameters),
+        NODE_TYPE_GRAPH if runtime::GRAPHS.is_used() => child_added(node, graph, parameters),
         _ => {}
     }
 }
@@ -303,11 +303,11 @@ fn child_added(node: Pointer, graph: Pointer, parameters: Pointer) {
     let place = parameters.wrapping_byte_add(NODE_CHILD_OFFSET).cast::<Pointer>();
     // SAFETY: parameters of this kind hold the child graph there.
     let child = value(unsafe { place.read() });
-    runtime::graphs().child_added(value(graph), made, child);
+    runtime::GRAPHS.child_added(value(graph), made, child);
     let place = parameters.wrapping_byte_add(NODE_OWNERSHIP_OFFSET).cast::<c_int>();
     // SAFETY: behind it who owns the child, or bytes of the union that must be 0 (before CUDA 12.9).
     if unsafe { place.read() } == OWNERSHIP_MOVED {
-        runtime::graphs().is_body(child);
+        runtime::GRAPHS.is_body(child);
     }
 }
 
@@ -324,7 +324,7 @@ fn bodies_added(parameters: Pointer) {
     }
     // SAFETY: the driver's array of this many graphs, which lives as long as the node.
     for body in unsafe { std::slice::from_raw_parts(bodies, count) } {
-        runtime::graphs().is_body(value(*body));
+        runtime::GRAPHS.is_body(value(*body));
     }
 }
 
@@ -351,7 +351,7 @@ followed! {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGraphDestroy(graph: Pointer) -> c_int {
     let mut code = SUCCESS;
-    runtime::graphs().destroy_graph(value(graph), || {
+    runtime::GRAPHS.destroy_graph(value(graph), || {
         code = call_driver!(cuGraphDestroy(graph));
         code == SUCCESS
     });
@@ -365,7 +365,7 @@ pub unsafe extern "C" fn cuGraphDestroy(graph: Pointer) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGraphExecDestroy(executable: Pointer) -> c_int {
     let mut code = SUCCESS;
-    runtime::graphs().destroy_executable(value(executable), || {
+    runtime::GRAPHS.destroy_executable(value(executable), || {
         code = call_driver!(cuGraphExecDestroy(executable));
         code == SUCCESS
     });

@@ -106,4 +106,25 @@ macro_rules! with_caller {
     };
 }
 
-use {with_caller, write_out};
+/// A function instead of the driver's. The driver has it in no tenant, where `$is_odd`, and where the answer says so.
+macro_rules! instead {
+    (
+        $(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* $(,)? ) $(, unless $is_odd:expr)?,
+        by |$member:ident| $answer:expr
+    ) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// As the driver's function of this name.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
+            let driver = || call_driver!($symbol($($arg),*));
+            $(if $is_odd {
+                return driver();
+            })?
+            answered(runtime::member, |$member| $answer, driver)
+        }
+    };
+}
+
+use {instead, with_caller, write_out};

@@ -45,7 +45,7 @@ fn room_on(device: Option<DeviceOrdinal>, bytes: usize) -> Result<Counted, c_int
 
 /// As [`room_on`], of the current context's device.
 fn room(bytes: usize) -> Result<Counted, c_int> {
-    room_on(runtime::current_device().ok(), bytes)
+    room_on(contexts::current_device().ok(), bytes)
 }
 
 /// Counts what the driver has just made.
@@ -56,7 +56,7 @@ fn count(
     reason: &'static str,
     counted: Counted,
 ) {
-    let device = device.or_else(|| runtime::current_device().ok());
+    let device = device.or_else(|| contexts::current_device().ok());
     if let (Some(member), Some(device)) = (runtime::member(), device) {
         let (size_bytes, context) = (bytes as u64, contexts::listed_current());
         let native = Native { size_bytes, device, context, reason, counted };
@@ -90,7 +90,7 @@ fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
         || call_driver!(cuStreamGetCtx(handle => Pointer, &raw mut context => *mut Pointer))
             != SUCCESS
     {
-        return runtime::current_device().ok();
+        return contexts::current_device().ok();
     }
     device_of(context)
 }

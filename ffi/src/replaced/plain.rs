@@ -13,10 +13,12 @@ use vmm_pool::driver::{DeviceAddress, DeviceOrdinal, DriverCode};
 use vmm_pool::gate::Passage;
 use vmm_pool::sync::lock;
 
-use super::context::{device_of, with_current};
+use super::context::device_of;
 use super::graph::capture_of;
-use super::{Address, SUCCESS, late_frees, look_at, range, stream_value, with_caller, write_out};
-use crate::contexts::{self, pointer_of};
+use super::{
+    Address, SUCCESS, instead, late_frees, look_at, range, stream_value, with_caller, write_out,
+};
+use crate::contexts::{self, pointer_of, with_current};
 use crate::driver::call_driver;
 use crate::look::Names;
 use crate::peers;
@@ -27,7 +29,7 @@ use sublet_interpose::Pointer;
 /// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     let (current, owner) =
-        (runtime::current_context(), member.pool().holdings().block_context(address));
+        (contexts::current_context(), member.pool().holdings().block_context(address));
     if owner.is_some() && owner == current {
         return DriverCode(settle_here());
     }
@@ -38,7 +40,7 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
         }
     }
     let device = member.pool().holdings().block_device(address);
-    match device.filter(|device| runtime::current_device() != Ok(*device)) {
+    match device.filter(|device| contexts::current_device() != Ok(*device)) {
         Some(device) => settle_device(device),
         None => DriverCode(settle_here()),
     }
@@ -46,15 +48,15 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
 
 /// Waits for the work that may use paged memory of `device`, which may be that of any of its contexts.
 fn settle_paged(device: DeviceOrdinal) -> DriverCode {
-    let is_alone = contexts::own().is_empty() && runtime::current_device() == Ok(device);
+    let is_alone = contexts::own().is_empty() && contexts::current_device() == Ok(device);
     if is_alone { DriverCode(settle_here()) } else { settle_device(device) }
 }
 
 /// Waits for the work of every context of `device`.
 fn settle_device(device: DeviceOrdinal) -> DriverCode {
     let own = contexts::own().into_iter().map(pointer_of);
-    let is_used = runtime::has_primary_context(device.0);
-    let primary = is_used.then(|| runtime::primary_context(device.0)).flatten();
+    let is_used = contexts::has_primary_context(device.0);
+    let primary = is_used.then(|| contexts::primary_context(device.0)).flatten();
     for context in own.filter(|context| device_of(*context) == Some(device)).chain(primary) {
         let code = with_current(context, settle_here).unwrap_or(SUCCESS);
         if code != SUCCESS {
@@ -66,7 +68,7 @@ fn settle_device(device: DeviceOrdinal) -> DriverCode {
 
 /// Waits for the work of the current context.
 fn settle_here() -> c_int {
-    if let Some(_wait) = runtime::captures().counts().wait() {
+    if let Some(_wait) = runtime::CAPTURES.counts().wait() {
         let code = call_driver!(cuCtxSynchronize());
         if DriverCode(code) != DriverCode::STREAM_CAPTURE_UNSUPPORTED {
             return code;
@@ -111,7 +113,7 @@ unsafe extern "C" fn mem_alloc(
         return driver();
     }
     // Without a current context the driver's error is the right one.
-    let Ok(device) = runtime::current_device() else {
+    let Ok(device) = contexts::current_device() else {
         return driver();
     };
     if saver::refuses(size) {
@@ -121,7 +123,7 @@ unsafe extern "C" fn mem_alloc(
         runtime::join,
         |member| {
             let library = class_of_caller(caller);
-            let accessors = runtime::accessors();
+            let accessors = &runtime::ACCESSORS;
             if let Some(reason) =
                 blocks::stays_native(size as u64, library, || peers::may_be_outside(member))
             {
@@ -143,7 +145,7 @@ unsafe extern "C" fn mem_alloc(
             }
             // Its work is waited for by pauses and frees from now on.
             let context = contexts::listed_current();
-            let paged = runtime::windows().allocate(member, device, size as u64, library);
+            let paged = runtime::WINDOWS.allocate(member, device, size as u64, library);
             if let Some(paged) = paged {
                 return paged.map(|made| write_out!(address, made.0));
             }
@@ -155,25 +157,16 @@ unsafe extern "C" fn mem_alloc(
     )
 }
 
-/// Frees plain device memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemFree_v2(address: Address) -> c_int {
-    answered(
-        runtime::member,
-        // Natively the memory's context is waited for, which need not be the current one.
-        |member| {
-            if late_frees::is_going(member, address) {
-                return Answer::Refused(DriverCode::INVALID_VALUE);
-            }
-            let address = DeviceAddress(address);
-            let paged = runtime::windows().free(member, address, settle_paged);
-            paged.unwrap_or_else(|| blocks::free(member, address, || settle(member, address)))
-        },
-        || call_driver!(cuMemFree_v2(address)),
-    )
+instead! {
+    /// Frees plain device memory.
+    cuMemFree_v2(address: Address), by |member| {
+        if late_frees::is_going(member, address) {
+            return Answer::Refused(DriverCode::INVALID_VALUE);
+        }
+        let address = DeviceAddress(address);
+        let paged = runtime::WINDOWS.free(member, address, settle_paged);
+        paged.unwrap_or_else(|| blocks::free(member, address, || settle(member, address)))
+    }
 }
 
 macro_rules! free_async {
@@ -189,7 +182,7 @@ macro_rules! free_async {
                 |member| {
                     // A graph frees what its own nodes have made, and that is no block.
                     let capture = capture_of(stream_value(stream, stringify!($symbol)));
-                    let (paged, place) = (runtime::windows(), DeviceAddress(address));
+                    let (paged, place) = (&runtime::WINDOWS, DeviceAddress(address));
                     if paged.has(place) {
                         // It waits, as the caller could itself: its addresses may be others' next.
                         let waited = capture.is_none().then(|| {
@@ -222,26 +215,10 @@ macro_rules! free_async {
 free_async!(cuMemFreeAsync, cuLaunchHostFunc, cuStreamSynchronize);
 free_async!(cuMemFreeAsync_ptsz, cuLaunchHostFunc_ptsz, cuStreamSynchronize_ptsz);
 
-/// A handle by which another process can open plain memory.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuIpcGetMemHandle(
-    handle: *mut [u8; ipc::HANDLE_BYTES],
-    address: Address,
-) -> c_int {
-    let driver = || call_driver!(cuIpcGetMemHandle(handle, address));
-    if handle.is_null() {
-        return driver();
-    }
-    answered(
-        runtime::member,
-        |member| {
-            ipc::handle_of(member, DeviceAddress(address)).map(|made| write_out!(handle, made))
-        },
-        driver,
-    )
+instead! {
+    /// A handle by which another process can open plain memory.
+    cuIpcGetMemHandle(handle: *mut [u8; ipc::HANDLE_BYTES], address: Address), unless handle.is_null(),
+    by |member| ipc::handle_of(member, DeviceAddress(address)).map(|made| write_out!(handle, made))
 }
 
 /// `CUipcMemHandle` is passed by value: a structure of 64 bytes, which the ABI puts on the stack.
@@ -287,13 +264,13 @@ macro_rules! ipc_open {
             if address.is_null() {
                 return driver();
             }
-            let Ok(device) = runtime::current_device() else {
+            let Ok(device) = contexts::current_device() else {
                 return driver();
             };
             answered(
                 runtime::join,
                 |member| {
-                    let accessors = runtime::accessors();
+                    let accessors = &runtime::ACCESSORS;
                     let opened = ipc::open(member, accessors, &handle.0, device, IPC_LIBRARY);
                     opened.map(|made| {
                         if let Some(context) = contexts::listed_current() {

@@ -10,6 +10,7 @@ use vmm_pool::Facts;
 use vmm_pool::driver::{DeviceAddress, DriverCode, Location};
 
 use super::{Address, SUCCESS, size_t, write_out};
+use crate::contexts;
 use crate::driver::call_driver;
 use crate::runtime::{self, Member, answered};
 
@@ -27,7 +28,7 @@ fn write(data: *mut c_void, value: Value) {
 
 /// Returns the value of an attribute for memory of a paged region as a whole.
 fn of_paged(attribute: c_int, address: DeviceAddress) -> Option<Value> {
-    let range = runtime::windows().range_of(address)?;
+    let range = runtime::WINDOWS.range_of(address)?;
     pointers::of_paged(range, attribute)
 }
 
@@ -36,7 +37,7 @@ fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
     if let Some(value) = of_paged(attribute, DeviceAddress(address)) {
         return Said::Value(value);
     }
-    pointers::said(facts, attribute, DeviceAddress(address), || runtime::current_device().ok())
+    pointers::said(facts, attribute, DeviceAddress(address), || contexts::current_device().ok())
 }
 
 /// Facts about a pointer.
@@ -184,7 +185,7 @@ pub unsafe extern "C" fn cuMemGetAddressRange_v2(
     let driver = || at(address);
     let asked = |member: &Member| {
         let known = |asked: DeviceAddress| {
-            let paged = runtime::windows().range_of(asked);
+            let paged = runtime::WINDOWS.range_of(asked);
             let found = paged.or_else(|| member.pool().range_seen(asked))?;
             if !base.is_null() {
                 write_out!(base, found.start.0);

@@ -6,17 +6,16 @@ use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 use std::path::Path;
 
-use sublet_cuda_driver::vmm::Purpose;
 use sublet_cuda_driver::{Answer, caller, vmm};
 use sublet_registrations::device_files::{self, DeviceFile, Looks};
 use vmm_pool::driver::{
     AccessDesc, AllocationProp, DeviceAddress, DriverCode, HANDLE_TYPE_POSIX_FD,
 };
 
-use super::{Address, Handle, late_frees, range, with_caller, write_out};
+use super::{Address, Handle, instead, late_frees, range, with_caller, write_out};
 use crate::contexts;
 use crate::driver::call_driver;
-use crate::runtime::{self, Member, answered, class_of_caller};
+use crate::runtime::{self, Member, answered, class_of_caller, maker_of};
 use crate::saver;
 
 /// The driver knows no flags of these calls yet, and refuses all. `Done` is a call without any. One with flags about a
@@ -57,18 +56,12 @@ unsafe extern "C" fn mem_create(
         runtime::join,
         |member| {
             late_frees::settle();
-            let library = class_of_caller(caller);
-            if library == caller::NCCL && runtime::slabs().uses_slabs() {
+            let (library, purpose) = maker_of(caller);
+            if library == caller::NCCL && runtime::SLABS.uses_slabs() {
                 spare_slabs_from_cards();
             }
             without_flags(member, None, flags)
-                .and_then(|()| {
-                    let purpose = match library {
-                        caller::NCCL => runtime::purpose_of_caller(caller),
-                        _ => Purpose::Any,
-                    };
-                    vmm::create(member, size as u64, prop, library, purpose)
-                })
+                .and_then(|()| vmm::create(member, size as u64, prop, library, purpose))
                 .map(|value| write_out!(handle, value))
         },
         driver,
@@ -83,58 +76,29 @@ fn spare_slabs_from_cards() {
     let Some(open) = LOOKS.open_in(Path::new(device_files::OWN_DESCRIPTORS)) else { return };
     let pins = |kind: &DeviceFile| matches!(kind, DeviceFile::Verbs | DeviceFile::GdrCopy);
     let Some((_, path)) = open.iter().find(|(kind, _)| pins(kind)) else { return };
-    runtime::slabs().use_slabs(false);
+    runtime::SLABS.use_slabs(false);
     tracing::info!(file = %path.display(), "NCCL's memory is not made as parts of larger allocations: a network card may hold some of it");
 }
 
-/// Gives back one reference of a handle.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemRelease(handle: Handle) -> c_int {
-    answered(
-        runtime::member,
-        |member| vmm::release(member, handle),
-        || call_driver!(cuMemRelease(handle)),
-    )
+instead! {
+    /// Gives back one reference of a handle.
+    cuMemRelease(handle: Handle), by |member| vmm::release(member, handle)
 }
 
-/// Maps a handle.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemMap(
-    start: Address,
-    size: usize,
-    offset: usize,
-    handle: Handle,
-    flags: c_ulonglong,
-) -> c_int {
-    answered(
-        runtime::member,
-        |member| {
-            // Its work may use the memory.
-            let _listed = contexts::listed_current();
-            without_flags(member, Some(handle), flags)
-                .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
-        },
-        || call_driver!(cuMemMap(start, size, offset, handle, flags)),
-    )
+instead! {
+    /// Maps a handle.
+    cuMemMap(start: Address, size: usize, offset: usize, handle: Handle, flags: c_ulonglong),
+    by |member| {
+        // Its work may use the memory.
+        let _listed = contexts::listed_current();
+        without_flags(member, Some(handle), flags)
+            .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
+    }
 }
 
-/// Unmaps a range.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemUnmap(start: Address, size: usize) -> c_int {
-    answered(
-        runtime::member,
-        |member| vmm::unmap(member, range(start, size)),
-        || call_driver!(cuMemUnmap(start, size)),
-    )
+instead! {
+    /// Unmaps a range.
+    cuMemUnmap(start: Address, size: usize), by |member| vmm::unmap(member, range(start, size))
 }
 
 with_caller! {
@@ -168,17 +132,10 @@ unsafe extern "C" fn address_reserve(
     )
 }
 
-/// Frees a reservation.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAddressFree(start: Address, size: usize) -> c_int {
-    answered(
-        runtime::member,
-        |member| vmm::address_free(member, range(start, size)),
-        || call_driver!(cuMemAddressFree(start, size)),
-    )
+instead! {
+    /// Frees a reservation.
+    cuMemAddressFree(start: Address, size: usize),
+    by |member| vmm::address_free(member, range(start, size))
 }
 
 /// More places than any machine has, devices and parts of the host.
@@ -207,35 +164,20 @@ pub unsafe extern "C" fn cuMemSetAccess(
     answered(runtime::member, |member| vmm::set_access(member, range(start, size), access), driver)
 }
 
-/// Turns a handle into a descriptor: a ticket, for memory of ours.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemExportToShareableHandle(
-    shareable: *mut c_void,
-    handle: Handle,
-    kind: c_int,
-    flags: c_ulonglong,
-) -> c_int {
-    let driver = || call_driver!(cuMemExportToShareableHandle(shareable, handle, kind, flags));
-    if shareable.is_null() {
-        return driver();
+instead! {
+    /// Turns a handle into a descriptor: a ticket, for memory of ours.
+    cuMemExportToShareableHandle(
+        shareable: *mut c_void, handle: Handle, kind: c_int, flags: c_ulonglong
+    ), unless shareable.is_null(),
+    by |member| {
+        if kind != HANDLE_TYPE_POSIX_FD {
+            return vmm::properties(member, handle).and_refuse(DriverCode::NOT_SUPPORTED);
+        }
+        let target: *mut RawFd = shareable.cast();
+        without_flags(member, Some(handle), flags)
+            .and_then(|()| vmm::export(member, handle))
+            .map(|fd| write_out!(target, fd.into_raw_fd()))
     }
-    let target: *mut RawFd = shareable.cast();
-    answered(
-        runtime::member,
-        |member| {
-            if kind != HANDLE_TYPE_POSIX_FD {
-                let known = vmm::properties(member, handle);
-                return known.and_refuse(DriverCode::NOT_SUPPORTED);
-            }
-            without_flags(member, Some(handle), flags)
-                .and_then(|()| vmm::export(member, handle))
-                .map(|fd| write_out!(target, fd.into_raw_fd()))
-        },
-        driver,
-    )
 }
 
 with_caller! {
@@ -271,45 +213,18 @@ unsafe extern "C" fn mem_import(
     )
 }
 
-/// The handle of what is mapped at an address.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemRetainAllocationHandle(
-    handle: *mut Handle,
-    address: *mut c_void,
-) -> c_int {
-    let driver = || call_driver!(cuMemRetainAllocationHandle(handle, address));
-    if handle.is_null() {
-        return driver();
+instead! {
+    /// The handle of what is mapped at an address.
+    cuMemRetainAllocationHandle(handle: *mut Handle, address: *mut c_void), unless handle.is_null(),
+    by |member| {
+        let address = DeviceAddress(address.addr() as u64);
+        vmm::retain(member, address).map(|value| write_out!(handle, value))
     }
-    answered(
-        runtime::member,
-        |member| {
-            let address = DeviceAddress(address.addr() as u64);
-            vmm::retain(member, address).map(|value| write_out!(handle, value))
-        },
-        driver,
-    )
 }
 
-/// The properties that a handle was created with.
-///
-/// # Safety
-/// As the driver's function of this name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(
-    prop: *mut AllocationProp,
-    handle: Handle,
-) -> c_int {
-    let driver = || call_driver!(cuMemGetAllocationPropertiesFromHandle(prop, handle));
-    if prop.is_null() {
-        return driver();
-    }
-    answered(
-        runtime::member,
-        |member| vmm::properties(member, handle).map(|value| write_out!(prop, value)),
-        driver,
-    )
+instead! {
+    /// The properties that a handle was created with.
+    cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: Handle),
+    unless prop.is_null(),
+    by |member| vmm::properties(member, handle).map(|value| write_out!(prop, value))
 }

@@ -32,7 +32,7 @@ mod ps;
 mod run;
 mod save;
 #[cfg(all(test, feature = "schema"))]
-mod schema;
+mod schema_tests;
 mod signals;
 mod silent;
 mod simulate;

@@ -148,6 +148,12 @@ fn check(op: DriverOp, code: c_int) -> DriverResult<()> {
     DriverCode(code).ok().map_err(|code| DriverError { op, code })
 }
 
+/// The value that `ask` has the driver write to the place that it is given.
+fn told<T: Default>(op: DriverOp, ask: impl FnOnce(*mut T) -> c_int) -> DriverResult<T> {
+    let mut value = T::default();
+    check(op, ask(&raw mut value)).map(|()| value)
+}
+
 fn about<T>(op: DriverOp, outcome: Result<T, DriverCode>) -> DriverResult<T> {
     outcome.map_err(|code| DriverError { op, code })
 }
@@ -160,19 +166,14 @@ fn size_t(bytes: u64) -> usize {
 
 impl Driver for CudaDriver {
     fn version(&self) -> DriverResult<DriverVersion> {
-        let mut version = 0;
         // SAFETY: `version` is a valid out-pointer.
-        let code = unsafe { (self.table.driver_get_version)(&raw mut version) };
-        check(DriverOp::DriverGetVersion, code)?;
-        Ok(DriverVersion(version))
+        let ask = |version| unsafe { (self.table.driver_get_version)(version) };
+        told(DriverOp::DriverGetVersion, ask).map(DriverVersion)
     }
 
     fn device_count(&self) -> DriverResult<i32> {
-        let mut count = 0;
         // SAFETY: `count` is a valid out-pointer.
-        let code = unsafe { (self.table.device_get_count)(&raw mut count) };
-        check(DriverOp::DeviceGetCount, code)?;
-        Ok(count)
+        told(DriverOp::DeviceGetCount, |count| unsafe { (self.table.device_get_count)(count) })
     }
 
     fn device_attribute(
@@ -180,20 +181,16 @@ impl Driver for CudaDriver {
         device: DeviceOrdinal,
         attribute: DeviceAttribute,
     ) -> DriverResult<i32> {
-        let mut value = 0;
         // SAFETY: `value` is a valid out-pointer; unknown attributes are refused by the driver.
-        let code =
-            unsafe { (self.table.device_get_attribute)(&raw mut value, attribute.0, device.0) };
-        check(DriverOp::DeviceGetAttribute, code)?;
-        Ok(value)
+        let ask =
+            |value| unsafe { (self.table.device_get_attribute)(value, attribute.0, device.0) };
+        told(DriverOp::DeviceGetAttribute, ask)
     }
 
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid> {
-        let mut uuid = [0; 16];
         // SAFETY: `CUuuid` is 16 bytes, which `uuid` holds.
-        let code = unsafe { (self.table.device_get_uuid)(&raw mut uuid, device.0) };
-        check(DriverOp::DeviceGetUuid, code)?;
-        Ok(DeviceUuid(uuid))
+        let ask = |uuid| unsafe { (self.table.device_get_uuid)(uuid, device.0) };
+        told(DriverOp::DeviceGetUuid, ask).map(DeviceUuid)
     }
 
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
@@ -252,11 +249,9 @@ impl Driver for CudaDriver {
     }
 
     fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity> {
-        let mut bytes = 0_usize;
         // SAFETY: `bytes` is a valid out-pointer and `prop` has the layout of the C structure.
-        let code =
-            unsafe { (self.table.get_granularity)(&raw mut bytes, prop, GRANULARITY_MINIMUM) };
-        check(DriverOp::GetAllocationGranularity, code)?;
+        let ask = |bytes| unsafe { (self.table.get_granularity)(bytes, prop, GRANULARITY_MINIMUM) };
+        let bytes = told(DriverOp::GetAllocationGranularity, ask)?;
         Ok(Granularity { size_bytes: bytes as u64 })
     }
 
@@ -266,13 +261,11 @@ impl Driver for CudaDriver {
         alignment_bytes: u64,
         hint: DeviceAddress,
     ) -> DriverResult<DeviceAddress> {
-        let mut address = 0_u64;
         let (size, alignment) = (size_t(size_bytes), size_t(alignment_bytes));
-        // SAFETY: `address` is a valid out-pointer; the driver checks the rest.
-        let code =
-            unsafe { (self.table.address_reserve)(&raw mut address, size, alignment, hint.0, 0) };
-        check(DriverOp::AddressReserve, code)?;
-        Ok(DeviceAddress(address))
+        // SAFETY: `start` is a valid out-pointer; the driver checks the rest.
+        let ask =
+            |start| unsafe { (self.table.address_reserve)(start, size, alignment, hint.0, 0) };
+        told(DriverOp::AddressReserve, ask).map(DeviceAddress)
     }
 
     unsafe fn address_free(&self, range: VaRange) -> DriverResult<()> {
@@ -282,11 +275,9 @@ impl Driver for CudaDriver {
     }
 
     fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle> {
-        let mut handle = 0_u64;
         // SAFETY: `handle` is a valid out-pointer and `prop` has the layout of the C structure.
-        let code = unsafe { (self.table.create)(&raw mut handle, size_t(size_bytes), prop, 0) };
-        check(DriverOp::Create, code)?;
-        Ok(RawHandle(handle))
+        let ask = |handle| unsafe { (self.table.create)(handle, size_t(size_bytes), prop, 0) };
+        told(DriverOp::Create, ask).map(RawHandle)
     }
 
     fn create_host_file(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle> {
@@ -385,13 +376,11 @@ impl Driver for CudaDriver {
         if let Some(handle) = self.host_files.import(fd) {
             return Ok(handle);
         }
-        let mut handle = 0_u64;
         // The driver takes the number itself instead of a pointer.
         let number = std::ptr::without_provenance_mut(usize::try_from(fd.as_raw_fd()).unwrap_or(0));
         // SAFETY: `handle` is a valid out-pointer; the descriptor stays open during the call.
-        let code = unsafe { (self.table.import)(&raw mut handle, number, HANDLE_TYPE_POSIX_FD) };
-        check(DriverOp::Import, code)?;
-        Ok(RawHandle(handle))
+        let ask = |handle| unsafe { (self.table.import)(handle, number, HANDLE_TYPE_POSIX_FD) };
+        told(DriverOp::Import, ask).map(RawHandle)
     }
 
     unsafe fn host_register(
@@ -419,11 +408,9 @@ impl Driver for CudaDriver {
     }
 
     fn stream_create(&self) -> DriverResult<RawStream> {
-        let mut stream = 0_u64;
         // SAFETY: `stream` is a valid out-pointer of pointer size.
-        let code = unsafe { (self.table.stream_create)(&raw mut stream, STREAM_NON_BLOCKING) };
-        check(DriverOp::StreamCreate, code)?;
-        Ok(RawStream(stream))
+        let ask = |stream| unsafe { (self.table.stream_create)(stream, STREAM_NON_BLOCKING) };
+        told(DriverOp::StreamCreate, ask).map(RawStream)
     }
 
     unsafe fn stream_destroy(&self, stream: RawStream) -> DriverResult<()> {
@@ -438,19 +425,15 @@ impl Driver for CudaDriver {
     }
 
     fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool> {
-        let mut status = 0;
         // SAFETY: `status` is a valid out-pointer; a stream that is none is refused by the driver.
-        let code = unsafe { (self.table.stream_is_capturing)(stream.0, &raw mut status) };
-        check(DriverOp::StreamIsCapturing, code)?;
-        Ok(status != 0)
+        let ask = |status| unsafe { (self.table.stream_is_capturing)(stream.0, status) };
+        told(DriverOp::StreamIsCapturing, ask).map(|status| status != 0)
     }
 
     fn event_create(&self) -> DriverResult<RawEvent> {
-        let mut event = 0_u64;
         // SAFETY: `event` is a valid out-pointer of pointer size.
-        let code = unsafe { (self.table.event_create)(&raw mut event, EVENT_PLAIN) };
-        check(DriverOp::EventCreate, code)?;
-        Ok(RawEvent(event))
+        let ask = |event| unsafe { (self.table.event_create)(event, EVENT_PLAIN) };
+        told(DriverOp::EventCreate, ask).map(RawEvent)
     }
 
     unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()> {
@@ -540,10 +523,9 @@ impl Driver for CudaDriver {
     }
 
     fn trim_pools(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        let mut pool = 0_u64;
         // SAFETY: `pool` is a valid out-pointer of pointer size.
-        let code = unsafe { (self.table.default_pool)(&raw mut pool, device.0) };
-        check(DriverOp::PoolTrim, code)?;
+        let ask = |pool| unsafe { (self.table.default_pool)(pool, device.0) };
+        let pool = told(DriverOp::PoolTrim, ask)?;
         // SAFETY: the driver gave this pool, which lives as long as the device.
         check(DriverOp::PoolTrim, unsafe { (self.table.pool_trim)(pool, 0) })?;
         // SAFETY: no pointer is passed.

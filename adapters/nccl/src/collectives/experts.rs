@@ -39,6 +39,21 @@ struct ExpertGroup {
     number: u32,
 }
 
+/// Takes what NCCL EP gave out as `pointer` out of `of`, and puts it back where NCCL EP refuses to end it.
+fn ended(
+    of: &Mutex<HashMap<usize, ExpertGroup>>,
+    pointer: usize,
+    call: impl FnOnce() -> NcclResult,
+) -> NcclResult {
+    // Before NCCL EP lets go of the value, which another thread may then get.
+    let group = lock(of).remove(&pointer);
+    let result = call();
+    if let (Some(group), false) = (group, result.is_accepted()) {
+        lock(of).entry(pointer).or_insert(group);
+    }
+    result
+}
+
 impl Collectives {
     /// `ncclEpCreateGroup` over `communicator`: a collective of all its ranks. NCCL EP writes the group's pointer to
     /// `place`. Waits while the rank is held.
@@ -72,13 +87,7 @@ impl Collectives {
         pointer: usize,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
-        // Before NCCL EP lets go of the value, which another thread may then get.
-        let group = lock(&self.experts.groups).remove(&pointer);
-        let result = call();
-        if let (Some(group), false) = (group, result.is_accepted()) {
-            lock(&self.experts.groups).entry(pointer).or_insert(group);
-        }
-        result
+        ended(&self.experts.groups, pointer, call)
     }
 
     /// `ncclEpInitHandle` and `ncclEpCreateHandle`: makes a handle of the group at `pointer`, whose own pointer NCCL EP
@@ -105,12 +114,7 @@ impl Collectives {
         pointer: usize,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
-        let group = lock(&self.experts.handles).remove(&pointer);
-        let result = call();
-        if let (Some(group), false) = (group, result.is_accepted()) {
-            lock(&self.experts.handles).entry(pointer).or_insert(group);
-        }
-        result
+        ended(&self.experts.handles, pointer, call)
     }
 
     /// `ncclEpDispatch` or `ncclEpCombine` with the handle at `pointer`, on a stream. Waits while the rank is held.

@@ -43,6 +43,10 @@ enum Making {
 }
 
 impl Newcomer {
+    fn new(id: CommunicatorId, place: usize, making: Making) -> Self {
+        Self { id, local: None, place, parent: None, inserted: None, making }
+    }
+
     /// The seat that must be taken still for it to be made: its parent's, where that is not left already.
     pub(super) fn needed(&self) -> Option<Arc<Counter>> {
         let parent = self.parent.as_ref()?;
@@ -79,14 +83,8 @@ impl Collectives {
         let uses = uses.entry((first, rank)).or_default();
         let id = if *uses == 0 { first } else { identity::of_reuse(first, *uses) };
         *uses += 1;
-        Newcomer {
-            id,
-            local: Some(Rank { communicator: id, rank, ranks }),
-            place,
-            parent: None,
-            inserted: None,
-            making: Making::Use(first, rank),
-        }
+        let local = Some(Rank { communicator: id, rank, ranks });
+        Newcomer { local, ..Newcomer::new(id, place, Making::Use(first, rank)) }
     }
 
     /// `ncclCommInitAll`: all `ranks` of a new communicator, with their pointers one after the other at
@@ -103,13 +101,10 @@ impl Collectives {
         };
         let number = self.made_here.fetch_add(1, Ordering::Relaxed);
         let id = identity::of_local(process.seed(), number);
-        let newcomer = |rank: u32| Newcomer {
-            id,
-            local: Some(Rank { communicator: id, rank, ranks }),
-            place: places + rank as usize * size_of::<usize>(),
-            parent: None,
-            inserted: None,
-            making: Making::Plain,
+        let newcomer = |rank: u32| {
+            let place = places + rank as usize * size_of::<usize>();
+            let local = Some(Rank { communicator: id, rank, ranks });
+            Newcomer { local, ..Newcomer::new(id, place, Making::Plain) }
         };
         self.make(process, "ncclCommInitAll", (0..ranks).map(newcomer).collect(), call)
     }
@@ -140,12 +135,9 @@ impl Collectives {
         }
         let local = rank_after_shrinking(&parent, excluded);
         let newcomer = Newcomer {
-            id: local.communicator,
             local: Some(local),
-            place,
             parent: Some(parent),
-            inserted: None,
-            making: Making::Of(Derived::Shrink),
+            ..Newcomer::new(local.communicator, place, Making::Of(Derived::Shrink))
         };
         self.make(process, "ncclCommShrink", vec![newcomer], call)
     }
@@ -177,12 +169,9 @@ impl Collectives {
         let number = parent.numbers.take(Derived::Grow);
         let grown = identity::of_grow(parent.id(), number, ranks);
         let newcomer = Newcomer {
-            id: grown,
             local: Some(Rank { communicator: grown, rank: parent.local.rank, ranks }),
-            place,
             parent: Some(parent),
-            inserted: None,
-            making: Making::Of(Derived::Grow),
+            ..Newcomer::new(grown, place, Making::Of(Derived::Grow))
         };
         if let Some(id) = id {
             process.cut().is_also(grown, id);
@@ -210,12 +199,8 @@ impl Collectives {
         let id = identity::of_split(parent.id(), number, color);
         // Negative is NCCL_SPLIT_NOCOLOR. The rank follows from the keys of all others: NCCL knows it later.
         let newcomer = (color >= 0).then(|| Newcomer {
-            id,
-            local: None,
-            place,
             parent: Some(Arc::clone(&parent)),
-            inserted: None,
-            making: Making::Plain,
+            ..Newcomer::new(id, place, Making::Plain)
         });
         let increments: &[Increment] = if counted { &parent.collective } else { &[] };
         if group::is_open() {

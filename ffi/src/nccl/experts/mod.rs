@@ -16,7 +16,6 @@ pub(crate) static NCCL_EP: Library = Library::new(Description {
     file: c"libnccl_ep.so.0",
     table: TABLE,
     found,
-    called,
 });
 
 interpose_library! {
@@ -30,7 +29,7 @@ interpose_library! {
         ncclEpHandleDestroy;
         ncclEpInitHandle;
     }
-    told {
+    told to called {
         ncclEpMaskClean;
     }
 }

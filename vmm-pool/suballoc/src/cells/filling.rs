@@ -5,23 +5,25 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crossbeam_channel::RecvTimeoutError;
 use vmm_pool::driver::{
     DeviceOrdinal, Driver, DriverCode, DriverError, DriverOp, DriverResult, RawStream, VaRange,
 };
 use vmm_pool::{Describe, Entered, PoolResult};
 
-/// The interval between two reports of a wait for a fill. A device clears a terabyte in a second, where nothing keeps
-/// it busy. The wait ends with the fill and not before: a later fill would write to memory that is in use by then.
-const TOLD_EVERY: Duration = Duration::from_secs(10);
+/// The longest wait for a fill. A device clears a terabyte in a second, where nothing keeps it busy.
+const FILL_MAX: Duration = Duration::from_mins(1);
 
-/// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are.
+/// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are. Calls `on_late` where the
+/// fill may still come after this has returned.
 ///
 /// # Errors
-/// [`vmm_pool::PoolError::Driver`], with `NOT_READY` where there is no thread to be had.
+/// [`vmm_pool::PoolError::Driver`], with `NOT_READY` where there is no thread, and where the fill takes longer than [`FILL_MAX`].
 pub(super) fn clear<D: Driver>(
     entered: &Entered<'_, D>,
     range: VaRange,
     device: Option<DeviceOrdinal>,
+    on_late: impl FnOnce(),
 ) -> PoolResult<()> {
     let about = || format!("filling of memory at {}, to be used for something else", range.start);
     let late = DriverError { op: DriverOp::StreamSynchronize, code: DriverCode::NOT_READY };
@@ -36,29 +38,20 @@ pub(super) fn clear<D: Driver>(
         },
         |_| {},
     );
-    let outcome = match begun.map(|()| wait_for(&told, range)) {
-        Ok(Some((outcome, left))) => {
+    let outcome = match begun.map(|()| told.recv_timeout(FILL_MAX)) {
+        Ok(Ok((outcome, left))) => {
             if let Some(stream) = left {
                 entered.pool().deferred().end_stream_later(place, stream);
             }
             outcome
         }
-        Ok(None) | Err(_) => Err(late),
+        Ok(Err(RecvTimeoutError::Timeout)) => {
+            on_late();
+            Err(late)
+        }
+        Ok(Err(RecvTimeoutError::Disconnected)) | Err(_) => Err(late),
     };
     outcome.about(about, range.size_bytes, device)
-}
-
-/// Waits for the outcome that the thread sends; none where the thread has ended without a word.
-fn wait_for<T>(told: &crossbeam_channel::Receiver<T>, range: VaRange) -> Option<T> {
-    loop {
-        match told.recv_timeout(TOLD_EVERY) {
-            Ok(said) => return Some(said),
-            Err(crossbeam_channel::RecvTimeoutError::Disconnected) => return None,
-            Err(crossbeam_channel::RecvTimeoutError::Timeout) => {
-                tracing::warn!(address = %range.start, bytes = range.size_bytes, "a device does not come to filling memory that is to be used for something else");
-            }
-        }
-    }
 }
 
 /// Says also which stream the driver would not end.
@@ -72,8 +65,8 @@ fn clear_on_this_thread<D: Driver>(
         Ok(stream) => stream,
         Err(error) => return (Err(error), None),
     };
-    // SAFETY: the range is mapped, and stays so: the caller is inside the gate and its slab lives, and nobody may use these addresses
-    // before the caller's call has come back.
+    // SAFETY: the range is mapped, and stays so: its slab lives, since the cell is held until the fill has ended, and nobody may use
+    // these addresses before the caller's call has come back, or at all where that did not wait for the end.
     let filled = unsafe { driver.fill_with_zeros(range, stream) };
     let outcome = filled.and_then(|()| driver.stream_synchronize(stream));
     // SAFETY: the stream is ours, and nobody queues anything there any more.

@@ -54,7 +54,8 @@ impl Slabs {
             match self.settled(entered, range, |slabs| slabs.map(handle, range))? {
                 MapPlan::Done => return Ok(()),
                 MapPlan::Clear => {
-                    let cleared = clear(entered, range, cell.prop.location.as_device());
+                    let device = cell.prop.location.as_device();
+                    let cleared = clear(entered, range, device, || self.table().late(handle));
                     let ended = self.changed(|slabs| {
                         slabs.cleared((cell.slab, handle), range, cleared.is_ok())
                     });

@@ -100,6 +100,9 @@ impl SlabTable {
             // It has become an allocation of its own just now, or has ended.
             return MapPlan::StandAlone;
         };
+        if self.late.contains(&handle) {
+            return MapPlan::Busy;
+        }
         let otherwise = if found.can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
         if !self.windows.meets_window(range) {
             return otherwise;
@@ -246,6 +249,14 @@ impl SlabTable {
         }
         let left = self.leave_room(window);
         Ended { mounted: left.into_iter().collect(), ..Ended::default() }
+    }
+
+    /// Holds the cell for good, with its bytes: a fill of them did not end in time.
+    pub(crate) fn late(&mut self, handle: VirtualHandle) {
+        if let Some(cell) = self.cell_mut(handle) {
+            cell.mapped += 1;
+            self.late.insert(handle);
+        }
     }
 
     /// Records that the old contents of `range` are cleared, or could not be: then the cell is not mapped there. The

@@ -291,6 +291,8 @@ pub(crate) struct SlabTable {
     pub(crate) alone: HashMap<VirtualHandle, VirtualHandle>,
     /// The cell that each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
+    /// Cells whose bytes are nobody's any more: a fill of them did not end in time, and may come at any moment.
+    late: BTreeSet<VirtualHandle>,
     /// Takedowns that the driver has refused.
     pub(crate) refused: Vec<Ended>,
 }

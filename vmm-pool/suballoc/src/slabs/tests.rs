@@ -213,6 +213,25 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
 }
 
 #[test]
+fn bytes_whose_fill_is_late_are_nobodys_any_more() {
+    let (mut table, key) = table();
+    placed(&mut table, key, 1);
+    let (gone, range) = placed(&mut table, key, 1);
+    table.unmap(range).unwrap();
+    table.release(gone).unwrap();
+    let late = table.carve(key, UNIT).unwrap();
+    assert_eq!(table.map(late, range), MapPlan::Clear);
+    table.late(late);
+    assert!(table.cleared((key, late), range, false).is_nothing());
+    assert_eq!(table.windows.place(range.start), Occupant::Nothing);
+    assert_eq!(table.map(late, range), MapPlan::Busy, "the fill may still come");
+    assert!(table.release(late).unwrap().is_nothing());
+    let next = table.carve(key, UNIT).unwrap();
+    assert_eq!(table.map(next, range), MapPlan::Odd, "the fill would clear its contents");
+    assert!(table.free_spot(range).unwrap().is_nothing(), "its addresses are given back");
+}
+
+#[test]
 fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
     let (mut table, key) = table();
     placed(&mut table, key, 1);
