@@ -19,8 +19,7 @@ use sublet_turns::{SwitchOptions, Switched, Turn};
 use tenants::budget::{Budgets, gpus};
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    BudgetReport, Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying, swap,
-    swap_with_itself,
+    BudgetReport, Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -29,6 +28,7 @@ use tenants::member::{AskingThread, Member};
 use tenants::requests;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
+use tenants::swap::{swap, swap_with_itself};
 use tenants::wire::Action;
 
 /// A tenant by its name; that of the process that asks where it is none.
@@ -168,7 +168,8 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
                 let options = Options { room: Some(keep::room), ..options };
                 Coordinator::new(run_dir.clone(), tenant, options)
             };
-            let swap = swap(&mut half(from, out_tags), &mut half(to, in_tags), &mut |_| {})?;
+            let (mut from, mut to) = (half(from, out_tags), half(to, in_tags));
+            let swap = swap(&mut from, &mut to, None, &mut |_| {})?;
             let [paused, resumed] = [&swap.paused, &swap.resumed].map(changed);
             json!({"paused": paused, "resumed": resumed, "wall_us": swap.wall_us})
         }

@@ -14,3 +14,4 @@ pub use sublet_protocol::{
     numa, phase, references, region, run_dir, saving, scope, size, state, stepping, ticket, time,
     transport, wire,
 };
+pub use sublet_swap as swap;

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
 use tenants::budget::Budgets;
-use tenants::coordinator::{Coordinator, Options, Outcome, Report, Swap, Trouble as Told, swap};
+use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told};
 use tenants::identity::TenantName;
 use tenants::requests::act;
 use tenants::scope::{Scope, TagNames};
+use tenants::swap::{Swap, swap};
 use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::sim::{FaultSpan, SimOptions};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, DriverOp, VaRange};
@@ -98,12 +99,11 @@ impl World {
     fn swap(&self, out: Scope, back: Scope) -> Result<Swap, Told> {
         let coordinator = |name: &str, scope| {
             let tenant = TenantName::new(name).unwrap_or_else(|error| panic!("{error}"));
-            let window_bytes = Some(WINDOW);
-            let options = Options { scope, window_bytes, ..Options::default() };
+            let options = Options { scope, ..Options::default() };
             Coordinator::new(self.place.run_dir().clone(), tenant, options)
         };
         let (mut from, mut to) = (coordinator("train", out), coordinator("infer", back));
-        swap(&mut from, &mut to, &mut |_| {})
+        swap(&mut from, &mut to, Some(WINDOW), &mut |_| {})
     }
 
     fn used(&self) -> TestOutcome<u64> {

@@ -221,14 +221,14 @@ impl Outcome {
     }
 
     /// Adds to the notes of an account.
-    pub(super) fn note(&mut self, notes: Vec<String>) {
+    pub fn note(&mut self, notes: Vec<String>) {
         if let Self::Completed(report) = self {
             report.notes.extend(notes);
         }
     }
 
     /// The processes that were lost.
-    pub(super) fn into_losses(self) -> Vec<MemberFailure> {
+    pub fn into_losses(self) -> Vec<MemberFailure> {
         match self {
             Self::Completed(report) => report.losses,
             Self::AlreadyPaused { .. } | Self::AlreadyActive => Vec::new(),
@@ -529,18 +529,6 @@ pub struct TenantStats {
     pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,
-}
-
-/// Both halves of a swap.
-#[must_use]
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Swap {
-    /// Of the tenant that gave memory up.
-    pub paused: Outcome,
-    /// Of the tenant that took it.
-    pub resumed: Outcome,
-    /// From the first message to the last answer of both, in microseconds.
-    pub wall_us: u64,
 }
 
 /// A question of the coordinator's, which is one of its steps.

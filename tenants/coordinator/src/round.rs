@@ -49,7 +49,8 @@ impl<'a> Round<'a> {
         self.number
     }
 
-    pub(super) fn scope(&self) -> &Scope {
+    /// The memory that it is about.
+    pub fn scope(&self) -> &Scope {
         &self.scope
     }
 
@@ -64,7 +65,7 @@ impl<'a> Round<'a> {
     }
 
     /// Another tenant moves its memory meanwhile.
-    pub(super) fn overlap(&mut self) {
+    pub fn overlap(&mut self) {
         self.overlaps = true;
     }
 
@@ -100,7 +101,7 @@ impl<'a> Round<'a> {
     }
 
     /// The words of its orders.
-    pub(super) fn told(&self) -> Told<'_> {
+    pub fn told(&self) -> Told<'_> {
         Told {
             copies: self.agreed.copies,
             schedule: self.agreed.schedule,
@@ -117,7 +118,7 @@ impl<'a> Round<'a> {
     }
 
     /// `order` as part of this pause or resume.
-    pub(super) fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
+    pub fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
         TakePhase { round: self.number, alone: self.acts_alone(), order, timeout_ms }
     }
 
@@ -242,7 +243,7 @@ impl<'a> Round<'a> {
     }
 
     /// The part that it takes of `members` now: a resume of that brings nothing back that was away before.
-    pub(super) fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
+    pub fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
         let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
         let infos = || members.iter().filter_map(|index| peers.info(*index));
         let leaves = tags.to_pause();
@@ -258,7 +259,10 @@ impl<'a> Round<'a> {
 }
 
 /// Refuses what would end a pause by tag in which members stand still, or make it another.
-pub(super) fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
+///
+/// # Errors
+/// [`Trouble::StandsStill`].
+pub fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
     let Some(tags) = cast.peers.stands_without() else { return Ok(()) };
     let tenant = cast.tenant();
     let what = Scope::Tags { tags, owner: None }.subject(&tenant);
