@@ -16,10 +16,10 @@ use vmm_pool::driver::Driver;
 use vmm_pool::sync::lock;
 
 use sublet_turns::{SwitchOptions, Switched, Turn};
-use tenants::budget::{Budgets, gpus};
+use tenants::budget::{self, BudgetReport, Budgets, gpus};
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    BudgetReport, Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying,
+    Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -176,16 +176,18 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
         Command::Budget { tenant, budgets: None } => {
             let coordinator = asker.coordinator(tenant)?;
             let none = || BudgetReport::none(coordinator.tenant());
-            return text(&coordinator.budgets()?.unwrap_or_else(none));
+            return text(&budget::budgets(&coordinator)?.unwrap_or_else(none));
         }
         Command::Budget { tenant, budgets: Some(budgets) } => {
             let budgets: Budgets = budgets.parse().map_err(usage)?;
             budgets.check(|| gpus::places(Path::new(gpus::NODE_GPUS)).len()).map_err(usage)?;
-            let report = asker.coordinator(tenant)?.change_budgets(&budgets)?;
+            let report = budget::change(&asker.coordinator(tenant)?, &budgets)?;
             with_completeness(&report, report.failures.is_empty())
         }
         Command::Stats { tenant } => {
-            return text(&asker.coordinator(tenant)?.stats().map_err(usage)?);
+            let coordinator = asker.coordinator(tenant)?;
+            let stats = coordinator.stats().and_then(|it| budget::with_budgets(&coordinator, it));
+            return text(&stats.map_err(usage)?);
         }
         Command::Tenants {} => {
             let tenants = (asker.run_dir)()?.live_tenants()?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
-use tenants::budget::Budgets;
+use tenants::budget::{Budgets, Counts};
 use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told};
 use tenants::identity::TenantName;
 use tenants::requests::act;
@@ -329,8 +329,9 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
     let budgets: Budgets = format!("{}MiB", 2 * COUNT * UNIT / MIB).parse()?;
     let join = |tenant: &str| {
         place.join_with(tenant, SimOptions::default(), |config| {
-            config.budgets = (tenant == "infer").then_some(budgets.clone());
-            config.device_bytes = |_| 256 * MIB;
+            let budgets = (tenant == "infer").then_some(budgets.clone());
+            let counts = Counts::of(budgets, |it, _| it.0.try_into().ok(), |_| 256 * MIB);
+            config.counting = Some(counts);
         })
     };
     let holder =

@@ -51,11 +51,8 @@ impl<T> StepResult<T> {
     /// # Errors
     /// Those that have failed.
     pub fn of_all(self) -> Result<Vec<(usize, T)>, Vec<MemberFailure>> {
-        if self.failures.is_empty() { Ok(self.done) } else { Err(self.into_failures()) }
-    }
-
-    pub(super) fn into_failures(self) -> Vec<MemberFailure> {
-        self.failures.into_iter().map(|(_, failure)| failure).collect()
+        let failures: Vec<_> = self.failures.into_iter().map(|(_, failure)| failure).collect();
+        if failures.is_empty() { Ok(self.done) } else { Err(failures) }
     }
 }
 

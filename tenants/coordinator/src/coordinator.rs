@@ -61,7 +61,10 @@ impl Coordinator {
     }
 
     /// Everybody, for `step` outside of pauses and resumes.
-    pub(super) fn connect_to(&self, dir: &TenantDir, step: Step) -> Result<Everybody, Trouble> {
+    ///
+    /// # Errors
+    /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn connect_to(&self, dir: &TenantDir, step: Step) -> Result<Everybody, Trouble> {
         Everybody::connect(dir, step, Instant::now() + self.options.contact_timeout)
     }
 

@@ -11,7 +11,6 @@
 #![forbid(unsafe_code)]
 
 mod agreement;
-mod budgets;
 mod cast;
 mod contexts;
 mod conversation;
@@ -31,7 +30,6 @@ mod stepping;
 mod trouble;
 
 pub use agreement::moving_time;
-pub use budgets::BudgetReport;
 pub use cast::{Cast, Everybody, OnFailure, StepResult};
 pub use contexts::Contexts;
 pub use conversation::{Inquiry, Next, Wait};

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use vmm_pool::DeviceReport;
 
-use super::budgets;
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
 use super::coordinator::Coordinator;
@@ -275,8 +274,8 @@ impl Coordinator {
         dir.remove_stale()?;
         let Everybody { mut peers, failures } = connected?;
         let mut is_silent = !failures.is_empty();
-        let (tenant, budgets) = (self.tenant.to_string(), budgets::of_dir(&dir)?);
-        let mut stats = TenantStats { tenant, members: Vec::new(), budgets, failures };
+        let (tenant, members, budgets) = (self.tenant.to_string(), Vec::new(), Vec::new());
+        let mut stats = TenantStats { tenant, members, budgets, failures };
         for index in peers.all() {
             let who = peers.who(index);
             if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {

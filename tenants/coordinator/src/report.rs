@@ -525,7 +525,7 @@ pub struct TenantStats {
     pub tenant: String,
     /// Members that answered, by process id.
     pub members: Vec<MemberStats>,
-    /// The tenant's budget on each GPU, and what it holds there; nothing where it has no budgets.
+    /// The tenant's budget on each GPU, and what it holds there. Added by those who ask for it; nothing where it has no budgets.
     pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,

@@ -24,14 +24,15 @@ pub struct Round<'a> {
     options: &'a Options,
     action: Action,
     /// Tells it from others.
-    number: u64,
+    pub(super) number: u64,
     /// The memory that it is about.
     scope: Scope,
     /// Do all processes stand still while a pause by tag lasts?
-    stands: bool,
+    pub(super) stands: bool,
     /// Does another tenant take the place of this one meanwhile, or give it its own?
-    overlaps: bool,
-    agreed: Agreed,
+    pub(super) overlaps: bool,
+    /// The decision that all processes go by.
+    pub(super) agreed: Agreed,
 }
 
 impl<'a> Round<'a> {
@@ -45,37 +46,14 @@ impl<'a> Round<'a> {
         self.action
     }
 
-    pub(super) fn number(&self) -> u64 {
-        self.number
-    }
-
     /// The memory that it is about.
     pub fn scope(&self) -> &Scope {
         &self.scope
     }
 
-    /// Do all processes stand still while a pause by tag lasts?
-    pub(super) fn stands(&self) -> bool {
-        self.stands
-    }
-
-    /// Does memory of another tenant move meanwhile, window by window?
-    pub(super) fn overlaps(&self) -> bool {
-        self.overlaps
-    }
-
     /// Another tenant moves its memory meanwhile.
     pub fn overlap(&mut self) {
         self.overlaps = true;
-    }
-
-    /// All processes go by `agreed` from now on.
-    pub(super) fn agree(&mut self, agreed: Agreed) {
-        self.agreed = agreed;
-    }
-
-    pub(super) fn agreed(&self) -> &Agreed {
-        &self.agreed
     }
 
     /// Begins a pause or resume of its own, when all that was led is undone.

@@ -65,7 +65,7 @@ impl<'a> Session<'a> {
         cast.recover(&round)?;
         let members = round.members(&mut cast)?;
         let mut report = Report::new(held.dir.tenant(), action);
-        report.stands_still = round.stands();
+        report.stands_still = round.stands;
         if cast.peers.dead() > 0 {
             report.notes.push(format!(
                 "{} process(es) of the tenant had ended before; what they left behind was removed",
@@ -190,7 +190,7 @@ impl<'a> Session<'a> {
     /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
     fn drain(&mut self, tries: &Tries) -> Result<Vec<(usize, PhaseReport)>, Stop> {
         if self.report.drain.is_none() {
-            let mut gated = Gated::new(&mut self.cast, self.round.number());
+            let mut gated = Gated::new(&mut self.cast, self.round.number);
             self.report.drain = Some(gated.drain(&self.members, None)?);
         }
         guards::ask(&guards::BEHIND_GATES, self, tries)?;
@@ -199,7 +199,7 @@ impl<'a> Session<'a> {
             .into_iter()
             .map(|(index, (report, said))| ((index, report), (index, said)))
             .unzip();
-        self.round.agree(Agreed::of(&self.cast, &self.round, &said)?);
+        self.round.agreed = Agreed::of(&self.cast, &self.round, &said)?;
         Ok(done)
     }
 
@@ -216,7 +216,7 @@ impl<'a> Session<'a> {
 
     /// All phases that cannot be undone, of members that are not lost on the way.
     pub fn commit(&mut self) {
-        let mut saving = self.round.agreed().saving;
+        let mut saving = self.round.agreed.saving;
         let mut left = self.members.clone();
         for phase in self.round.action().phases(Stage::Commit) {
             let began = Instant::now();

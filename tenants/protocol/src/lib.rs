@@ -3,7 +3,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod budget;
 pub mod checkpoints;
 pub mod class;
 pub mod code;

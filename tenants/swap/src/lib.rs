@@ -196,7 +196,7 @@ impl Pair<'_> {
 
         // The point of no return of the first.
         let Self { from, to, mut out, mut back, left, started, .. } = self;
-        out.report.window_bytes = Some(plan.window_bytes());
+        out.report.window_bytes = Some(plan.window_bytes);
         back.report.window_bytes = out.report.window_bytes;
         let hindrance = exchange(&mut out, &mut back, plan, started);
         out.account(started);

@@ -38,9 +38,8 @@ pub(super) fn wanted_of(
     leg: &mut Session<'_>,
     lender: &TenantName,
 ) -> Result<Vec<MemberFailure>, Vec<MemberFailure>> {
-    let lendings = leg.lendings()?;
     let mut failures = Vec::new();
-    for (index, lending) in lendings {
+    for (index, lending) in leg.lendings()? {
         let of_lender = |wanted: &&Wanted| wanted.tenant == lender.as_str();
         let (mut count, mut bytes) = (0_u64, 0_u64);
         for wanted in lending.wanted.iter().filter(of_lender) {
