@@ -25,9 +25,9 @@ use sublet_suballoc::Slabs;
 use tenants::budget::{self, Counts};
 use tenants::checkpoints::Checkpointer;
 use tenants::error_text::chain;
-use tenants::host_memory::{self, HostFigure, HostLimit};
+use tenants::host_memory::HostLimit;
 use tenants::identity::{FamilyName, TenantName};
-use tenants::keep;
+use tenants::keep::{self, HostFigure};
 use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
 use tenants::run_dir::{RunDir, RunDirError};
@@ -397,11 +397,11 @@ pub(crate) fn others_count() -> bool {
 }
 
 fn host_limits() -> Vec<HostLimit> {
-    host_memory::limits(environment::current().settings.host_bytes_max)
+    keep::limits(environment::current().settings.host_bytes_max)
 }
 
 fn host_figures() -> Vec<HostFigure> {
-    host_memory::figures(environment::current().settings.host_bytes_max)
+    keep::figures(environment::current().settings.host_bytes_max)
 }
 
 fn command_line() -> String {

@@ -80,11 +80,9 @@ impl ByCommand {
         for path in [self.command.parent().unwrap_or(&self.command), &self.command] {
             let (shown, found) =
                 (path.display(), path.metadata().map_err(|error| error.to_string())?);
-            if !trusted.contains(&found.uid()) {
-                return Err(format!(
-                    "{shown} belongs to user {}: install Sublet as one user",
-                    found.uid()
-                ));
+            let owner = found.uid();
+            if !trusted.contains(&owner) {
+                return Err(format!("{shown} belongs to user {owner}: install Sublet as one user"));
             }
             if found.mode() & 0o002 != 0 {
                 return Err(format!("any user may change {shown}: chmod o-w {shown}"));
