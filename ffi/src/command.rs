@@ -16,11 +16,10 @@ use vmm_pool::driver::Driver;
 use vmm_pool::sync::lock;
 
 use sublet_turns::{SwitchOptions, Switched, Turn};
-use tenants::budget::{Budgets, gpus};
+use tenants::budget::{self, BudgetReport, Budgets, gpus};
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    BudgetReport, Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying, swap,
-    swap_with_itself,
+    Coordinator, LentMemory, Meanwhile, Options, Outcome, Trouble, staying,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
@@ -29,6 +28,7 @@ use tenants::member::{AskingThread, Member};
 use tenants::requests;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
+use tenants::swap::{swap, swap_with_itself};
 use tenants::wire::Action;
 
 /// A tenant by its name; that of the process that asks where it is none.
@@ -168,23 +168,26 @@ pub fn run<D: Driver>(command: Command, asker: &Asker<'_, D>) -> Result<String, 
                 let options = Options { room: Some(keep::room), ..options };
                 Coordinator::new(run_dir.clone(), tenant, options)
             };
-            let swap = swap(&mut half(from, out_tags), &mut half(to, in_tags), &mut |_| {})?;
+            let (mut from, mut to) = (half(from, out_tags), half(to, in_tags));
+            let swap = swap(&mut from, &mut to, None, &mut |_| {})?;
             let [paused, resumed] = [&swap.paused, &swap.resumed].map(changed);
             json!({"paused": paused, "resumed": resumed, "wall_us": swap.wall_us})
         }
         Command::Budget { tenant, budgets: None } => {
             let coordinator = asker.coordinator(tenant)?;
             let none = || BudgetReport::none(coordinator.tenant());
-            return text(&coordinator.budgets()?.unwrap_or_else(none));
+            return text(&budget::budgets(&coordinator)?.unwrap_or_else(none));
         }
         Command::Budget { tenant, budgets: Some(budgets) } => {
             let budgets: Budgets = budgets.parse().map_err(usage)?;
             budgets.check(|| gpus::places(Path::new(gpus::NODE_GPUS)).len()).map_err(usage)?;
-            let report = asker.coordinator(tenant)?.change_budgets(&budgets)?;
+            let report = budget::change(&asker.coordinator(tenant)?, &budgets)?;
             with_completeness(&report, report.failures.is_empty())
         }
         Command::Stats { tenant } => {
-            return text(&asker.coordinator(tenant)?.stats().map_err(usage)?);
+            let coordinator = asker.coordinator(tenant)?;
+            let stats = coordinator.stats().and_then(|it| budget::with_budgets(&coordinator, it));
+            return text(&stats.map_err(usage)?);
         }
         Command::Tenants {} => {
             let tenants = (asker.run_dir)()?.live_tenants()?;

@@ -22,14 +22,15 @@ use sublet_deep::ByCommand;
 use sublet_nccl::collectives::Collectives;
 use sublet_registrations::Registrations;
 use sublet_suballoc::Slabs;
+use tenants::budget::{self, Counts};
 use tenants::checkpoints::Checkpointer;
 use tenants::error_text::chain;
-use tenants::host_memory::{self, HostFigure, HostLimit};
+use tenants::host_memory::HostLimit;
 use tenants::identity::{FamilyName, TenantName};
-use tenants::keep;
+use tenants::keep::{self, HostFigure};
 use tenants::member::{FAMILY_WAIT, MemberConfig};
 use tenants::numa;
-use tenants::run_dir::{self, RunDir, RunDirError};
+use tenants::run_dir::{RunDir, RunDirError};
 use tenants::settings::{REQUIRED_VARIABLE, Settings};
 use tenants::transport::command_installed_with;
 use vmm_pool::driver::{CudaDriver, DeviceOrdinal, DeviceUuid, Driver as _, DriverCode, VaRange};
@@ -244,6 +245,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         .with_own_contexts(contexts::own_of);
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let chosen_family = lock(&CHOSEN_FAMILY).clone();
+    let budgets = settings.budgets.clone();
     let config = MemberConfig {
         run_dir: run_dir().map_err(|error| chain(&error))?,
         tenant: tenant_name()?,
@@ -263,9 +265,7 @@ fn try_join() -> Result<Arc<Member>, String> {
         unfreezable: crate::UNFREEZABLE,
         checkpointer,
         toucher_threads: cores.clamp(1, TOUCHER_THREADS_MAX),
-        budgets: settings.budgets.clone(),
-        gpu_index: environment::gpu_index,
-        device_bytes,
+        counting: Some(Counts::of(budgets, environment::gpu_index, device_bytes)),
     };
     let keeps = keep::Settings {
         host_figures: Some(host_figures),
@@ -359,15 +359,15 @@ fn device_bytes(device: DeviceOrdinal) -> u64 {
 pub(crate) fn others_count() -> bool {
     let Environment { settings, session_dir, .. } = environment::current().into_owned();
     let run_dir = RunDir::choose(settings.run_dir, session_dir);
-    tenant_name().is_ok_and(|tenant| run_dir::may_count(&run_dir, &tenant))
+    tenant_name().is_ok_and(|tenant| budget::may_count(&run_dir, &tenant))
 }
 
 fn host_limits() -> Vec<HostLimit> {
-    host_memory::limits(environment::current().settings.host_bytes_max)
+    keep::limits(environment::current().settings.host_bytes_max)
 }
 
 fn host_figures() -> Vec<HostFigure> {
-    host_memory::figures(environment::current().settings.host_bytes_max)
+    keep::figures(environment::current().settings.host_bytes_max)
 }
 
 fn command_line() -> String {

@@ -6,11 +6,13 @@
 pub mod requests;
 pub mod settings;
 
+pub use sublet_budgets as budget;
 pub use sublet_coordinator as coordinator;
-pub use sublet_keep as keep;
+pub use sublet_keep::{self as keep, numa};
 pub use sublet_member as member;
 pub use sublet_protocol::{
-    budget, checkpoints, class, code, cut, descriptors, error_text, family, host_memory, identity,
-    numa, phase, references, region, run_dir, saving, scope, size, state, stepping, ticket, time,
-    transport, wire,
+    checkpoints, class, code, cut, descriptors, error_text, family, host_memory, identity, phase,
+    references, region, run_dir, saving, scope, size, state, stepping, ticket, time, transport,
+    wire,
 };
+pub use sublet_swap as swap;

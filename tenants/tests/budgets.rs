@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::memory::UNIT;
 use sublet_stage::{Place, Process};
-use tenants::coordinator::{BudgetReport, Coordinator, Options};
+use tenants::budget::{self, BudgetReport, Counts};
+use tenants::coordinator::{Coordinator, Options};
 use vmm_pool::Class;
 use vmm_pool::driver::sim::SimOptions;
 use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
@@ -16,7 +17,9 @@ const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 
 fn process(place: &Place, budget_units: Option<u64>) -> Process {
     let budgets = budget_units.map(|units| format!("0={}", units * UNIT).parse().unwrap());
-    place.join_with("train", SimOptions::default(), |config| config.budgets = budgets).unwrap()
+    let counts = Counts::of(budgets, |device, _| device.0.try_into().ok(), |_| 0);
+    let join = place.join_with("train", SimOptions::default(), |it| it.counting = Some(counts));
+    join.unwrap()
 }
 
 fn takes(process: &Process, units: u64) -> bool {
@@ -34,7 +37,7 @@ fn coordinator(place: &Place, process: &Process) -> Coordinator {
 
 fn change(place: &Place, process: &Process, units: u64) -> BudgetReport {
     let budgets = format!("0={}", units * UNIT).parse().unwrap();
-    coordinator(place, process).change_budgets(&budgets).unwrap()
+    budget::change(&coordinator(place, process), &budgets).unwrap()
 }
 
 fn file(place: &Place) -> PathBuf {
@@ -73,8 +76,9 @@ fn a_file_of_budgets_that_was_removed_is_made_again_and_who_joined_meanwhile_cou
     until("the run directory is there again", || place.run_dir().path().is_dir());
     let later = process(&place, None);
     until("the file is made again", || file(&place).exists());
-    until("who joined meanwhile counts", || later.counting().is_on());
-    let gpu = || coordinator(&place, &first).budgets().unwrap().unwrap().gpus[0].clone();
+    until("who joined meanwhile counts", || later.pool().budget().counts());
+    let report = || budget::budgets(&coordinator(&place, &first)).unwrap().unwrap();
+    let gpu = || report().gpus[0].clone();
     until("what the first holds counts there", || gpu().held_bytes == 5 * UNIT);
     assert_eq!(gpu().budget_bytes, Some(8 * UNIT));
     assert!(!takes(&later, 4) && takes(&later, 3) && !takes(&first, 1));

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use sublet_sim_driver::conformance::{Limits, cases};
 use sublet_tests::{Files, JobOptions, MIB, Outcome, Stage};
-use tenants::host_memory;
 use tenants::identity::TenantName;
+use tenants::keep;
 use tenants::member::{Member, MemberConfig};
 use vmm_pool::driver::CudaDriver;
 use vmm_pool::driver::sim::{SimDriver, SimNode, SimOptions};
@@ -48,7 +48,7 @@ fn driver_older_than_12_0_runs_the_job_as_without_sublet() -> Outcome {
 fn processes_of_different_versions_are_named_and_left_alone() -> Outcome {
     let (stage, job) = Stage::with_train(&CAPACITIES, 2)?;
     let config = MemberConfig {
-        host_limits: || host_memory::limits(None),
+        host_limits: || keep::limits(None),
         ..MemberConfig::new(
             stage.run_dir().clone(),
             TenantName::new("train")?,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{MIB, Outcome as TestOutcome, Steps, Trouble};
-use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told, swap};
+use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told};
 use tenants::host_memory::{HostLimit, LimitKind};
 use tenants::identity::TenantName;
 use tenants::wire::{FailureKind, MemberState};
@@ -240,12 +240,12 @@ fn a_swap_has_room_made_for_it_too() -> TestOutcome {
     world.pause(&old).map(drop)?;
     world.pause(&infer).map(drop)?;
     let (mut from, mut to) = (world.coordinator(&train), world.coordinator(&infer));
-    let done = swap(&mut from, &mut to, &mut |_| {})?;
+    let done = tenants::swap::swap(&mut from, &mut to, None, &mut |_| {})?;
     assert!(report(done.paused)?.notes.iter().any(|note| note.contains("tenant 'old'")));
     assert!(old.spilled() && infer.has_all());
     // What is in a file comes by stages too.
     let (mut from, mut to) = (world.coordinator(&infer), world.coordinator(&old));
-    let done = swap(&mut from, &mut to, &mut |_| {})?;
+    let done = tenants::swap::swap(&mut from, &mut to, None, &mut |_| {})?;
     assert!(report(done.resumed)?.window_bytes.is_some());
     assert!(old.has_all() && !old.spilled());
     for tenant in [&infer, &train] {

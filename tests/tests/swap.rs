@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use serde_json::Value;
 use sublet_tests::{Boundary, Job, JobOptions, MIB, Outcome, Stage, Steps, Trouble};
-use tenants::coordinator::{self, Coordinator, Options, Outcome as Done};
+use tenants::coordinator::{Coordinator, Options, Outcome as Done};
 use tenants::identity::TenantName;
 use tenants::wire::Phase;
 
@@ -28,10 +28,11 @@ fn pair(capacity_bytes: u64) -> Outcome<(Stage, Job, Job)> {
 
 fn swap(stage: &Stage, from: &str, to: &str) -> Outcome<[Value; 2]> {
     let coordinator = |name: &str| -> Outcome<Coordinator> {
-        let options = Options { window_bytes: Some(WINDOW), ..Options::default() };
+        let options = Options::default();
         Ok(Coordinator::new(stage.run_dir().clone(), TenantName::new(name)?, options))
     };
-    let done = coordinator::swap(&mut coordinator(from)?, &mut coordinator(to)?, &mut |_| {})?;
+    let (mut from, mut to) = (coordinator(from)?, coordinator(to)?);
+    let done = tenants::swap::swap(&mut from, &mut to, Some(WINDOW), &mut |_| {})?;
     let of = |outcome| match outcome {
         Done::Completed(report) => Ok(serde_json::to_value(report)?),
         other @ (Done::AlreadyPaused { .. } | Done::AlreadyActive) => {

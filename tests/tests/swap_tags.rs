@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use sublet_stage::{Place, Process, memory as on};
 use sublet_tests::{Boundary, MIB, Outcome as TestOutcome, Steps, Trouble};
-use tenants::budget::Budgets;
-use tenants::coordinator::{Coordinator, Options, Outcome, Report, Swap, Trouble as Told, swap};
+use tenants::budget::{Budgets, Counts};
+use tenants::coordinator::{Coordinator, Options, Outcome, Report, Trouble as Told};
 use tenants::identity::TenantName;
 use tenants::requests::act;
 use tenants::scope::{Scope, TagNames};
+use tenants::swap::{Swap, swap};
 use tenants::wire::{Action, MemberState, Phase};
 use vmm_pool::driver::sim::{FaultSpan, SimOptions};
 use vmm_pool::driver::{DeviceOrdinal, DriverCode, DriverOp, VaRange};
@@ -98,12 +99,11 @@ impl World {
     fn swap(&self, out: Scope, back: Scope) -> Result<Swap, Told> {
         let coordinator = |name: &str, scope| {
             let tenant = TenantName::new(name).unwrap_or_else(|error| panic!("{error}"));
-            let window_bytes = Some(WINDOW);
-            let options = Options { scope, window_bytes, ..Options::default() };
+            let options = Options { scope, ..Options::default() };
             Coordinator::new(self.place.run_dir().clone(), tenant, options)
         };
         let (mut from, mut to) = (coordinator("train", out), coordinator("infer", back));
-        swap(&mut from, &mut to, &mut |_| {})
+        swap(&mut from, &mut to, Some(WINDOW), &mut |_| {})
     }
 
     fn used(&self) -> TestOutcome<u64> {
@@ -329,8 +329,9 @@ fn a_tag_that_the_seconds_budget_does_not_have_stops_nobody() -> TestOutcome {
     let budgets: Budgets = format!("{}MiB", 2 * COUNT * UNIT / MIB).parse()?;
     let join = |tenant: &str| {
         place.join_with(tenant, SimOptions::default(), |config| {
-            config.budgets = (tenant == "infer").then_some(budgets.clone());
-            config.device_bytes = |_| 256 * MIB;
+            let budgets = (tenant == "infer").then_some(budgets.clone());
+            let counts = Counts::of(budgets, |it, _| it.0.try_into().ok(), |_| 256 * MIB);
+            config.counting = Some(counts);
         })
     };
     let holder =

@@ -41,12 +41,15 @@ impl StepLog {
     ) -> PoolResult<T> {
         let begin = Instant::now();
         let outcome = work(self);
-        let elapsed_us = micros(begin.elapsed());
-        match self.steps.iter_mut().find(|step| step.name == name) {
-            Some(step) => step.elapsed_us += elapsed_us,
-            None => self.steps.push(Step { name, elapsed_us }),
-        }
+        self.add_step(Step { name, elapsed_us: micros(begin.elapsed()) });
         outcome
+    }
+
+    fn add_step(&mut self, more: Step) {
+        match self.steps.iter_mut().find(|step| step.name == more.name) {
+            Some(step) => step.elapsed_us += more.elapsed_us,
+            None => self.steps.push(more),
+        }
     }
 
     /// The time that the work of this name took, in microseconds.
@@ -57,12 +60,7 @@ impl StepLog {
 
     /// Adds the record of another part of the same phase to this one.
     pub fn add(&mut self, other: Self) {
-        for Step { name, elapsed_us } in other.steps {
-            match self.steps.iter_mut().find(|step| step.name == name) {
-                Some(step) => step.elapsed_us += elapsed_us,
-                None => self.steps.push(Step { name, elapsed_us }),
-            }
-        }
+        other.steps.into_iter().for_each(|step| self.add_step(step));
         self.driver_calls += other.driver_calls;
         self.bytes += other.bytes;
         self.kept = match (self.kept, other.kept) {

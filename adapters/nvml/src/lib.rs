@@ -93,13 +93,13 @@ impl<D: Driver> Asker<'_, D> {
     ///
     /// Waits for other processes for moments; asks no process, and of the driver no more than its devices' identities.
     pub fn bound(&self, gpu: Gpu) -> Option<Bound> {
-        if let Some(figure) = self.member.and_then(|member| member.counting().figure_of(gpu.uuid)) {
+        if let Some(figure) = self.member.and_then(|it| budget::figure_of(it.pool(), gpu.uuid)) {
             return Bound::of(figure);
         }
         let coordinator =
             Coordinator::new(self.run_dir.clone(), self.tenant.clone(), Options::default());
         // A tenant that has no directory, or one that cannot be read, is one that nobody counts in.
-        if let Some(report) = coordinator.budgets().ok().flatten() {
+        if let Some(report) = budget::budgets(&coordinator).ok().flatten() {
             return Bound::of(report.figure(gpu.uuid, gpu.index));
         }
         let budget_bytes = self.settings?.of(gpu.uuid, gpu.index)?;

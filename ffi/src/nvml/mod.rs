@@ -115,7 +115,7 @@ fn text_of(write: impl FnOnce(*mut c_char, c_uint) -> c_int) -> Option<String> {
 
 /// May a tenant's budget have a say in this process? Costs a look at a name.
 fn may_be_bound() -> bool {
-    let counts = || runtime::member().is_some_and(|member| member.counting().is_on());
+    let counts = || runtime::member().is_some_and(|member| member.pool().budget().counts());
     (environment::current().has_budgets() || counts() || runtime::others_count())
         && !environment::is_the_command()
 }

@@ -3,8 +3,8 @@
 
 use std::process::ExitCode;
 
-use tenants::budget::{Budgets, Which};
-use tenants::coordinator::{BudgetReport, Coordinator, GpuBudget, Options, TenantStats, Trouble};
+use tenants::budget::{BudgetReport, Budgets, Which, budgets, change};
+use tenants::coordinator::{Coordinator, GpuBudget, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::size::Size;
@@ -25,10 +25,10 @@ pub(crate) fn budget(
     let options = Options::default();
     let coordinator = Coordinator::new(run_dir, args.tenant.clone(), options);
     let report = match one_of(&args.budgets)? {
-        None => coordinator.budgets()?,
+        None => budgets(&coordinator)?,
         Some(changes) => {
             check(&changes)?;
-            Some(coordinator.change_budgets(&changes)?)
+            Some(change(&coordinator, &changes)?)
         }
     };
     if args.show.json {
@@ -149,20 +149,20 @@ pub(crate) fn for_run(
     run_dir: &RunDir,
     warn: &mut dyn FnMut(&str),
 ) -> Result<Option<Budgets>, Failure> {
-    let budgets = match (one_of(given)?, &environment.settings().budgets) {
-        (Some(budgets), _) => budgets,
+    let wanted = match (one_of(given)?, &environment.settings().budgets) {
+        (Some(wanted), _) => wanted,
         (None, None) => return Ok(None),
-        (None, Some(budgets)) => budgets.clone(),
+        (None, Some(wanted)) => wanted.clone(),
     };
-    check(&budgets)?;
+    check(&wanted)?;
     let options = Options::default();
-    let own = Coordinator::new(run_dir.clone(), tenant.clone(), options).budgets();
+    let own = budgets(&Coordinator::new(run_dir.clone(), tenant.clone(), options));
     match own {
-        Ok(Some(found)) if found.budgets != budgets => {
+        Ok(Some(found)) if found.budgets != wanted => {
             return Err(Failure::new(
                 format!(
                     "tenant '{tenant}' runs with the budget '{}', and a tenant has one for all its processes: change it with \
-                     `sublet budget {tenant} {budgets}`, or leave --budget out",
+                     `sublet budget {tenant} {wanted}`, or leave --budget out",
                     found.budgets
                 ),
                 EXIT_UNCHANGED,
@@ -171,7 +171,7 @@ pub(crate) fn for_run(
         Ok(None) if run_dir.live_tenants()?.contains(tenant) => {
             return Err(Failure::new(
                 format!(
-                    "tenant '{tenant}' runs without a budget: give it one with `sublet budget {tenant} {budgets}`, and leave \
+                    "tenant '{tenant}' runs without a budget: give it one with `sublet budget {tenant} {wanted}`, and leave \
                      --budget out"
                 ),
                 EXIT_UNCHANGED,
@@ -183,10 +183,10 @@ pub(crate) fn for_run(
     let all = View::gather_with(run_dir, None, &Gpus::default())?.tenants.into_iter();
     let all = all.map(|found| found.stats);
     let others: Vec<_> = all.filter(|other| other.tenant != tenant.as_str()).collect();
-    for text in together(tenant, &budgets, &others) {
+    for text in together(tenant, &wanted, &others) {
         warn(&text);
     }
-    Ok(Some(budgets))
+    Ok(Some(wanted))
 }
 
 /// GPUs that cannot hold all budgets together. Tenants that take turns need not fit together.
@@ -199,7 +199,7 @@ fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> V
     }
     let mut warnings = Vec::new();
     for gpu in seen.into_iter().filter(|gpu| gpu.total_bytes > 0) {
-        let Some(own_bytes) = gpu.under(budgets) else { continue };
+        let Some(own_bytes) = budgets.of(gpu.uuid, gpu.index) else { continue };
         let theirs = others.iter().filter_map(|other| {
             let same = other.budgets.iter().find(|known| known.gpu == gpu.gpu)?;
             Some((other.tenant.as_str(), same.budget_bytes?))

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 use sublet_turns::SwitchOptions;
 use tenants::checkpoints::Checkpointer;
 use tenants::coordinator::{
-    self, Coordinator, DeviceShortage, Event, Interrupt, LentMemory, LostImports, Meanwhile,
-    MemberFailure, Options, Outcome, Swap, Trouble,
+    Coordinator, DeviceShortage, Event, Interrupt, LentMemory, LostImports, Meanwhile,
+    MemberFailure, Options, Outcome, Trouble,
 };
 use tenants::error_text::chain;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::Scope;
+use tenants::swap::{self, Swap};
 
 use crate::args::{PauseArgs, ResumeArgs, ShowArgs, SwapArgs};
 use crate::checkpoints::CudaCheckpoints;
@@ -308,7 +309,7 @@ pub(crate) fn swap(
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
     if args.from == args.to {
-        let message = coordinator::swap_with_itself(&args.from);
+        let message = swap::swap_with_itself(&args.from);
         return Err(Failure::new(message, EXIT_USAGE));
     }
     let interrupt = signals::watch()?;
@@ -323,7 +324,7 @@ pub(crate) fn swap(
     let result = {
         let mut progress = Progress::start(args.show, run_dir);
         let mut swap = |progress: &mut Progress, to: &mut Coordinator| {
-            coordinator::swap(&mut from, to, &mut |event| progress.note(&event))
+            swap::swap(&mut from, to, None, &mut |event| progress.note(&event))
         };
         let result = swap(&mut progress, &mut to);
         // The first runs while the second does not fit, and each try looks before it stops anybody.

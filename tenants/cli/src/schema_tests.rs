@@ -9,7 +9,7 @@ use schemars::transform::{RecursiveTransform, Transform as _};
 use schemars::{JsonSchema, Schema, json_schema};
 use serde_json::Value;
 use sublet_turns::TurnsView;
-use tenants::coordinator::BudgetReport;
+use tenants::budget::BudgetReport;
 use tenants::keep::{PrepareReport, SaveReport};
 
 use crate::change::document::{Changes, Document, SwapDocument};

@@ -2,6 +2,7 @@
 //! that shows something draws from here.
 
 use serde::{Deserialize, Serialize};
+use tenants::budget::with_budgets;
 use tenants::code::Code;
 use tenants::coordinator::{Coordinator, Holdings, Options, TenantStats, Trouble};
 use tenants::identity::TenantName;
@@ -117,11 +118,11 @@ impl View {
         let of =
             |name: &TenantName| Coordinator::new(run_dir.clone(), name.clone(), Options::default());
         let all: Vec<_> = names.iter().map(of).collect();
-        let all = Holdings::of_all(&all.iter().collect::<Vec<_>>());
+        let found = Holdings::of_all(&all.iter().collect::<Vec<_>>());
         let mut tenants = Vec::new();
         let mut refused = Vec::new();
-        for (name, found) in names.iter().zip(all) {
-            match found.stats {
+        for (name, (coordinator, found)) in names.iter().zip(all.iter().zip(found)) {
+            match found.stats.and_then(|stats| with_budgets(coordinator, stats)) {
                 Ok(stats) => {
                     let dir = run_dir.existing_tenant(name).ok().flatten();
                     let changed_by = dir.map(|dir| dir.lock_holders()).unwrap_or_default();

@@ -42,7 +42,7 @@ impl Agreed {
         let demands: Vec<_> = needs.iter().map(|need| need.demand).collect();
         let copies = host_memory::copies_with_room(&needs);
         let is_early = cast.options.releases_early || pays(&demands, copies);
-        let (schedule, saving) = if round.overlaps() {
+        let (schedule, saving) = if round.overlaps {
             (Schedule::SaveMeanwhile, None)
         } else if is_early {
             (Schedule::SaveMeanwhile, Some(saving_time(&demands)))

@@ -46,13 +46,13 @@ pub struct StepResult<T> {
 }
 
 impl<T> StepResult<T> {
-    /// All answers, or those that have failed.
-    pub(super) fn of_all(self) -> Result<Vec<(usize, T)>, Vec<MemberFailure>> {
-        if self.failures.is_empty() { Ok(self.done) } else { Err(self.into_failures()) }
-    }
-
-    pub(super) fn into_failures(self) -> Vec<MemberFailure> {
-        self.failures.into_iter().map(|(_, failure)| failure).collect()
+    /// All answers.
+    ///
+    /// # Errors
+    /// Those that have failed.
+    pub fn of_all(self) -> Result<Vec<(usize, T)>, Vec<MemberFailure>> {
+        let failures: Vec<_> = self.failures.into_iter().map(|(_, failure)| failure).collect();
+        if failures.is_empty() { Ok(self.done) } else { Err(failures) }
     }
 }
 
@@ -164,11 +164,13 @@ impl<'a> Cast<'a> {
         info.is_some_and(|info| info.family.is_some() || !scope.is_about(info.id))
     }
 
-    pub(super) fn tenant(&self) -> TenantName {
+    /// The tenant's name.
+    pub fn tenant(&self) -> TenantName {
         self.dir.tenant().clone()
     }
 
-    pub(super) fn tell(&mut self, event: Event<'_>) {
+    /// Tells of `event`.
+    pub fn tell(&mut self, event: Event<'_>) {
         (self.progress)(event);
     }
 
@@ -183,7 +185,7 @@ impl<'a> Cast<'a> {
     }
 
     /// Asks `members` and gathers their answers.
-    pub(super) fn step<Q: Question>(
+    pub fn step<Q: Question>(
         &mut self,
         question: &Q,
         members: &[usize],

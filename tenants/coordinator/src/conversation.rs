@@ -35,8 +35,8 @@ pub enum Next<Q> {
 }
 
 /// Whether others are waited for after an answer.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wait {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wait {
     /// They are.
     Others,
     /// They are not: what has arrived is taken.

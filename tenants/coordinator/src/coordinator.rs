@@ -61,7 +61,10 @@ impl Coordinator {
     }
 
     /// Everybody, for `step` outside of pauses and resumes.
-    pub(super) fn connect_to(&self, dir: &TenantDir, step: Step) -> Result<Everybody, Trouble> {
+    ///
+    /// # Errors
+    /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
+    pub fn connect_to(&self, dir: &TenantDir, step: Step) -> Result<Everybody, Trouble> {
         Everybody::connect(dir, step, Instant::now() + self.options.contact_timeout)
     }
 
@@ -70,8 +73,11 @@ impl Coordinator {
         Inquiry::of(question, self.options.contact_timeout, self.options.interrupt.as_ref())
     }
 
-    /// Takes the tenant's lock for `action`, unless that is called off.
-    pub(super) fn hold(&self, action: Action) -> Result<Held<'_>, Trouble> {
+    /// Takes the tenant's lock for `action`, as [`Coordinator::lock`].
+    ///
+    /// # Errors
+    /// Those of [`Coordinator::dir`] and [`Coordinator::lock`].
+    pub fn hold(&self, action: Action) -> Result<Held<'_>, Trouble> {
         let dir = self.dir()?;
         let lock = self.lock(&dir, action)?;
         Ok(Held { coordinator: self, dir, lock })
@@ -127,8 +133,11 @@ impl Coordinator {
 }
 
 /// A tenant with its lock.
-pub(super) struct Held<'a> {
-    pub(super) coordinator: &'a Coordinator,
-    pub(super) dir: TenantDir,
+#[derive(Debug)]
+pub struct Held<'a> {
+    /// Its coordinator.
+    pub coordinator: &'a Coordinator,
+    /// The tenant's directory.
+    pub dir: TenantDir,
     pub(super) lock: CoordinatorLock,
 }

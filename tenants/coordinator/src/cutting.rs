@@ -154,7 +154,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         let done = result.of_all()?;
         self.summary.wall_us = micros(closing - self.began);
         let closed = self.cast.summary(phase, closing.elapsed(), done);
-        let drain = Gated::new(self.cast, round.number()).drain(&self.running, Some(plan))?;
+        let drain = Gated::new(self.cast, round.number).drain(&self.running, Some(plan))?;
         Ok((closed, drain))
     }
 

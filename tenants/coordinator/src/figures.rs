@@ -21,8 +21,16 @@ pub struct GpuBudget {
     pub held_bytes: u64,
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
+    /// The same, as the driver says it.
     #[serde(skip)]
-    pub(crate) uuid: DeviceUuid,
+    pub uuid: DeviceUuid,
+}
+
+impl GpuBudget {
+    /// Returns the bytes that are held beyond the budget.
+    pub fn over_bytes(&self) -> u64 {
+        self.budget_bytes.map_or(0, |budget| self.held_bytes.saturating_sub(budget))
+    }
 }
 
 /// A device that cannot hold what a tenant had there.

@@ -48,7 +48,7 @@ pub(super) fn ask(guards: &[Guard], leg: &mut Session<'_>, tries: &Tries) -> Res
 
 /// The tries of one pause or resume, and what was done for them.
 #[derive(Debug)]
-pub(super) struct Tries {
+pub struct Tries {
     patience: Patience,
     /// The tries that ended since processes had joined.
     joined: u32,

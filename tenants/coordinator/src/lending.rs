@@ -12,8 +12,8 @@ use super::cast::{Cast, OnFailure};
 use super::options::Options;
 use super::report::{MemberFailure, Step};
 use super::trouble::Stop;
-use sublet_protocol::wire::{AskLent, FailureKind, Lending, Lent, Wanted};
-use sublet_protocol::{identity::TenantName, references::Partner, scope::Scope};
+use sublet_protocol::wire::{AskLent, FailureKind, Lending, Lent};
+use sublet_protocol::{references::Partner, scope::Scope};
 
 /// The time that a pause waits in all, unless its options say otherwise.
 const WAIT: Duration = Duration::from_secs(30);
@@ -113,7 +113,7 @@ impl<'s, 'a> Loans<'s, 'a> {
 
     /// Asks the members that share memory with other tenants: those that named a family when they were greeted. The others
     /// share nothing but with the one whose pause by tag this is.
-    fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
+    pub(super) fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let mut members = self.members.to_vec();
         members.retain(|index| self.cast.shares(self.scope, *index));
         self.ask(&members)
@@ -129,33 +129,6 @@ impl<'s, 'a> Loans<'s, 'a> {
         let timeout = self.cast.options.contact_timeout;
         let question = AskLent { scope: self.scope.clone() };
         self.cast.step(&question, members, timeout, OnFailure::Stop).of_all()
-    }
-
-    /// One failure for each member, which is paused, that has memory of tenant `lender` open.
-    pub(super) fn wanted_of(
-        &mut self,
-        lender: &TenantName,
-    ) -> Result<Vec<MemberFailure>, Vec<MemberFailure>> {
-        let all = self.of_others()?;
-        let mut failures = Vec::new();
-        for (index, lending) in all {
-            let of_lender = |wanted: &&Wanted| wanted.tenant == lender.as_str();
-            let (mut count, mut bytes) = (0_u64, 0_u64);
-            for wanted in lending.wanted.iter().filter(of_lender) {
-                count += wanted.count;
-                bytes = bytes.saturating_add(wanted.bytes);
-            }
-            if count > 0 {
-                let message = format!(
-                    "{bytes} bytes in {count} allocations that it has open are tenant '{lender}'s, which is to be paused: \
-                     resume this tenant while '{lender}' runs, and have it let them go first ({})",
-                    way_to_let_go(true, true)
-                );
-                let (who, kind) = (self.cast.peers.who(index), FailureKind::LenderAway);
-                failures.push(MemberFailure::new(who, Step::Lending, kind, message));
-            }
-        }
-        Ok(failures)
     }
 }
 

@@ -11,44 +11,39 @@
 #![forbid(unsafe_code)]
 
 mod agreement;
-mod budgets;
 mod cast;
 mod contexts;
 mod conversation;
 mod coordinator;
 mod cutting;
-mod exchange;
 mod figures;
 mod guards;
 mod interrupt;
 mod lending;
 mod needs;
 mod options;
-mod overlap;
 mod peers;
 mod report;
 mod round;
 mod session;
 mod stepping;
-mod swap;
 mod trouble;
 
 pub use agreement::moving_time;
-pub use budgets::BudgetReport;
 pub use cast::{Cast, Everybody, OnFailure, StepResult};
 pub use contexts::Contexts;
-pub use conversation::{Inquiry, Next};
-pub use coordinator::Coordinator;
+pub use conversation::{Inquiry, Next, Wait};
+pub use coordinator::{Coordinator, Held};
 pub use figures::{DeviceShortage, GpuBudget, Holder, ProcessBytes, end_some};
+pub use guards::Tries;
 pub use interrupt::Interrupt;
-pub use needs::{DeviceNeed, Holdings, by_process};
+pub use needs::{DeviceNeed, Holdings, by_process, needs, short_devices};
 pub use options::{LentMemory, LostImports, MakesRoom, Meanwhile, Options, TakesPart};
-pub use peers::Peers;
+pub use peers::{Answer, Peers};
 pub use report::{
     CutSummary, DeviceTotal, DrainSummary, Event, MemberFailure, MemberPhase, Outcome,
-    PhaseSummary, Question, Report, StageSummary, Step, Swap, TenantStats, Who, staying,
+    PhaseSummary, Question, Report, StageSummary, Step, TenantStats, Who, staying,
 };
-pub use round::Round;
-pub use session::Session;
-pub use swap::{swap, swap_with_itself};
-pub use trouble::Trouble;
+pub use round::{Round, refuse_standing};
+pub use session::{Session, attempt};
+pub use trouble::{Stop, Trouble};

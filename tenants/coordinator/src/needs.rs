@@ -5,9 +5,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use vmm_pool::{ClassBytes, DeviceReport};
+use vmm_pool::DeviceReport;
 
-use super::budgets;
 use super::cast::{Cast, Everybody, OnFailure, StepResult};
 use super::conversation::{Inquiry, Next, Wait};
 use super::coordinator::Coordinator;
@@ -89,7 +88,8 @@ pub(super) fn refuse_shortage(
     scope: &Scope,
     members: &[usize],
 ) -> Result<(), Vec<MemberFailure>> {
-    let short = short_devices(&needs(cast, scope, members));
+    let needs = needs(cast, scope, members).done;
+    let short = short_devices(needs.iter().flat_map(|(_, needed)| &needed.devices));
     let (Some(shortage), Some(&index)) = (short.first(), members.first()) else {
         return Ok(());
     };
@@ -98,48 +98,11 @@ pub(super) fn refuse_shortage(
     Err(vec![MemberFailure::new(who, step, kind, "its tenant does not fit")])
 }
 
-/// The device memory that a resume of `members` takes, and that is free, as far as they answer.
-pub(super) fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> Vec<DeviceDelta> {
-    let said = ask_needs(cast, scope, members).done;
-    said.into_iter().flat_map(|(_, needed)| needed.devices).collect()
-}
-
-fn ask_needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResult<Needed> {
+/// The device memory that a resume of each of `members` takes, and that is free.
+pub fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResult<Needed> {
     let timeout = cast.options.timeout.unwrap_or(NEEDS_TIMEOUT);
     let question = Needs { scope: scope.clone(), timeout_ms: millis(timeout), all_devices: false };
     cast.step(&question, members, timeout, OnFailure::WaitForAll)
-}
-
-/// The device memory that a resume of each of `members` takes, in their order.
-pub(super) fn needs_of_each(
-    cast: &mut Cast<'_>,
-    scope: &Scope,
-    members: &[usize],
-) -> Result<Vec<Needed>, Vec<MemberFailure>> {
-    let mut all = ask_needs(cast, scope, members).of_all()?;
-    all.sort_by_key(|(index, _)| members.iter().position(|member| member == index));
-    Ok(all.into_iter().map(|(_, needed)| needed).collect())
-}
-
-/// The device memory that a pause of `members` would give back about now, by device, as far as they answer.
-pub(super) fn resident_bytes(
-    cast: &mut Cast<'_>,
-    scope: &Scope,
-    members: &[usize],
-) -> BTreeMap<String, u64> {
-    let timeout = cast.options.contact_timeout;
-    let result = cast.step(&Stats, members, timeout, OnFailure::WaitForAll);
-    let leaves = |class: &&ClassBytes| match scope {
-        Scope::Whole => true,
-        Scope::Tags { tags, .. } => tags.to_pause().has(&class.tag),
-    };
-    let mut bytes = BTreeMap::new();
-    for device in result.done.iter().flat_map(|(_, stats)| &stats.pool.devices) {
-        let classes = device.classes.iter().filter(leaves);
-        let leaving = classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes));
-        *bytes.entry(device.uuid.clone()).or_insert(0_u64) += leaving.sum::<u64>();
-    }
-    bytes
 }
 
 // Devices that are too full.
@@ -149,9 +112,7 @@ const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The devices on which the needs of all members together exceed what is free. Members that released last
 /// saw most of it free.
-pub(super) fn short_devices<'a>(
-    needs: impl IntoIterator<Item = &'a DeviceDelta>,
-) -> Vec<DeviceShortage> {
+pub fn short_devices<'a>(needs: impl IntoIterator<Item = &'a DeviceDelta>) -> Vec<DeviceShortage> {
     let mut devices: BTreeMap<&str, DeviceShortage> = BTreeMap::new();
     for need in needs {
         let device = devices.entry(&need.uuid).or_insert_with(|| DeviceShortage {
@@ -313,8 +274,8 @@ impl Coordinator {
         dir.remove_stale()?;
         let Everybody { mut peers, failures } = connected?;
         let mut is_silent = !failures.is_empty();
-        let (tenant, budgets) = (self.tenant.to_string(), budgets::of_dir(&dir)?);
-        let mut stats = TenantStats { tenant, members: Vec::new(), budgets, failures };
+        let (tenant, members, budgets) = (self.tenant.to_string(), Vec::new(), Vec::new());
+        let mut stats = TenantStats { tenant, members, budgets, failures };
         for index in peers.all() {
             let who = peers.who(index);
             if let Some(pid) = who.pid.filter(|pid| is_stopped(*pid)) {

@@ -48,10 +48,6 @@ pub struct Options {
     pub releases_early: bool,
     /// The fate of memory that other tenants have open, in a pause. One that takes contexts too waits in any case.
     pub lent: LentMemory,
-    /// Of a swap, which takes those of its first tenant: how much of a device one stage moves, and how much more than the larger
-    /// of the two it may hold for that. If both and a window have room on it, it holds both. None for the usual, which fits
-    /// tenants of many gigabytes.
-    pub window_bytes: Option<u64>,
     /// Does a pause take the processes' contexts too, with all that the driver keeps of them on the devices?
     pub is_deep: bool,
     /// The way to the processes' contexts, for a pause that takes them and for the way back. Without it both are refused.
@@ -143,7 +139,6 @@ impl Default for Options {
             passes_by_memory_waits: false,
             releases_early: false,
             lent: LentMemory::WaitFor,
-            window_bytes: None,
             is_deep: false,
             contexts: None,
             room: None,

@@ -71,16 +71,21 @@ struct Owed {
 
 /// A reply, or the news that none will come in time.
 #[derive(Debug)]
-pub(super) struct Answer {
-    pub(super) peer: usize,
-    pub(super) step: Step,
+pub struct Answer {
+    /// The member, by its index.
+    pub peer: usize,
+    /// The step of the question.
+    pub step: Step,
     who: Who,
     reply: Result<Reply, MemberFailure>,
 }
 
 impl Answer {
-    /// Reads the answer as one to `question`. A refusal, and a reply of another kind, are failures of the member.
-    pub(super) fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
+    /// Reads the answer as one to `question`.
+    ///
+    /// # Errors
+    /// A refusal, and a reply of another kind.
+    pub fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
         let (who, step) = (self.who, self.step);
         // Descriptors with a reply are taken before, by the code that knows what they are.
         match question.outcome_in(self.reply?, Vec::new()) {
@@ -238,7 +243,7 @@ impl Peers {
     }
 
     /// Does this member run, so that what comes back to it comes by tag?
-    pub(super) fn runs(&self, index: usize) -> bool {
+    pub fn runs(&self, index: usize) -> bool {
         self.state(index) == Some(MemberState::Active)
     }
 
@@ -259,7 +264,10 @@ impl Peers {
     }
 
     /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.
-    pub(super) fn ask<Q: Question>(
+    ///
+    /// # Errors
+    /// The member is gone, or takes nothing.
+    pub fn ask<Q: Question>(
         &mut self,
         index: usize,
         question: &Q,
@@ -308,7 +316,7 @@ impl Peers {
     /// The next answer of several tenants' members with the position of that tenant, or the next member that is overdue; none
     /// when nobody owes one that could still be in time, or when `interrupt` was raised. With [`Wait::Nobody`] it does not block,
     /// and takes what has arrived or is overdue already.
-    pub(super) fn next_of(
+    pub fn next_of(
         all: &mut [&mut Self],
         wait: Wait,
         interrupt: Option<&Interrupt>,
@@ -438,7 +446,7 @@ impl Peers {
     }
 
     /// Is this member silent beyond a deadline?
-    pub(super) fn is_overdue(&self, index: usize) -> bool {
+    pub fn is_overdue(&self, index: usize) -> bool {
         match &self.list[index].link {
             Link::Up { owed, .. } => owed.iter().any(|owed| owed.overdue),
             Link::HungUp | Link::Broken => false,

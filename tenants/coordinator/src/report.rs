@@ -221,14 +221,14 @@ impl Outcome {
     }
 
     /// Adds to the notes of an account.
-    pub(super) fn note(&mut self, notes: Vec<String>) {
+    pub fn note(&mut self, notes: Vec<String>) {
         if let Self::Completed(report) = self {
             report.notes.extend(notes);
         }
     }
 
     /// The processes that were lost.
-    pub(super) fn into_losses(self) -> Vec<MemberFailure> {
+    pub fn into_losses(self) -> Vec<MemberFailure> {
         match self {
             Self::Completed(report) => report.losses,
             Self::AlreadyPaused { .. } | Self::AlreadyActive => Vec::new(),
@@ -525,22 +525,10 @@ pub struct TenantStats {
     pub tenant: String,
     /// Members that answered, by process id.
     pub members: Vec<MemberStats>,
-    /// The tenant's budget on each GPU, and what it holds there; nothing where it has no budgets.
+    /// The tenant's budget on each GPU, and what it holds there. Added by those who ask for it; nothing where it has no budgets.
     pub budgets: Vec<GpuBudget>,
     /// Members that did not.
     pub failures: Vec<MemberFailure>,
-}
-
-/// Both halves of a swap.
-#[must_use]
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Swap {
-    /// Of the tenant that gave memory up.
-    pub paused: Outcome,
-    /// Of the tenant that took it.
-    pub resumed: Outcome,
-    /// From the first message to the last answer of both, in microseconds.
-    pub wall_us: u64,
 }
 
 /// A question of the coordinator's, which is one of its steps.

@@ -24,14 +24,15 @@ pub struct Round<'a> {
     options: &'a Options,
     action: Action,
     /// Tells it from others.
-    number: u64,
+    pub(super) number: u64,
     /// The memory that it is about.
     scope: Scope,
     /// Do all processes stand still while a pause by tag lasts?
-    stands: bool,
+    pub(super) stands: bool,
     /// Does another tenant take the place of this one meanwhile, or give it its own?
-    overlaps: bool,
-    agreed: Agreed,
+    pub(super) overlaps: bool,
+    /// The decision that all processes go by.
+    pub(super) agreed: Agreed,
 }
 
 impl<'a> Round<'a> {
@@ -45,36 +46,14 @@ impl<'a> Round<'a> {
         self.action
     }
 
-    pub(super) fn number(&self) -> u64 {
-        self.number
-    }
-
-    pub(super) fn scope(&self) -> &Scope {
+    /// The memory that it is about.
+    pub fn scope(&self) -> &Scope {
         &self.scope
     }
 
-    /// Do all processes stand still while a pause by tag lasts?
-    pub(super) fn stands(&self) -> bool {
-        self.stands
-    }
-
-    /// Does memory of another tenant move meanwhile, window by window?
-    pub(super) fn overlaps(&self) -> bool {
-        self.overlaps
-    }
-
     /// Another tenant moves its memory meanwhile.
-    pub(super) fn overlap(&mut self) {
+    pub fn overlap(&mut self) {
         self.overlaps = true;
-    }
-
-    /// All processes go by `agreed` from now on.
-    pub(super) fn agree(&mut self, agreed: Agreed) {
-        self.agreed = agreed;
-    }
-
-    pub(super) fn agreed(&self) -> &Agreed {
-        &self.agreed
     }
 
     /// Begins a pause or resume of its own, when all that was led is undone.
@@ -100,7 +79,7 @@ impl<'a> Round<'a> {
     }
 
     /// The words of its orders.
-    pub(super) fn told(&self) -> Told<'_> {
+    pub fn told(&self) -> Told<'_> {
         Told {
             copies: self.agreed.copies,
             schedule: self.agreed.schedule,
@@ -117,7 +96,7 @@ impl<'a> Round<'a> {
     }
 
     /// `order` as part of this pause or resume.
-    pub(super) fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
+    pub fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
         TakePhase { round: self.number, alone: self.acts_alone(), order, timeout_ms }
     }
 
@@ -242,7 +221,7 @@ impl<'a> Round<'a> {
     }
 
     /// The part that it takes of `members` now: a resume of that brings nothing back that was away before.
-    pub(super) fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
+    pub fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
         let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
         let infos = || members.iter().filter_map(|index| peers.info(*index));
         let leaves = tags.to_pause();
@@ -258,7 +237,10 @@ impl<'a> Round<'a> {
 }
 
 /// Refuses what would end a pause by tag in which members stand still, or make it another.
-pub(super) fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
+///
+/// # Errors
+/// [`Trouble::StandsStill`].
+pub fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
     let Some(tags) = cast.peers.stands_without() else { return Ok(()) };
     let tenant = cast.tenant();
     let what = Scope::Tags { tags, owner: None }.subject(&tenant);

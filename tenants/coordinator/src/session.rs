@@ -23,7 +23,7 @@ use super::trouble::{Stop, Trouble};
 use sublet_protocol::run_dir::{CoordinatorLock, RunDirError};
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{
-    Action, AwaitConsent, Drain, FailureKind, GiveUp, MemberState, Phase, PhaseReport,
+    Action, AwaitConsent, Drain, FailureKind, GiveUp, Lending, MemberState, Phase, PhaseReport,
 };
 use sublet_protocol::{phase::Stage, scope::Scope};
 
@@ -40,7 +40,7 @@ pub struct Session<'a> {
     /// The account so far.
     pub report: Report,
     /// Those that take part, by their indices; none if there is nothing to be done.
-    pub(super) members: Vec<usize>,
+    pub members: Vec<usize>,
     lock: &'a CoordinatorLock,
     /// One sentence for each communicator that some ranks of are in no live process of the tenant.
     absent: Vec<String>,
@@ -50,7 +50,10 @@ pub struct Session<'a> {
 
 impl<'a> Session<'a> {
     /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
-    pub(super) fn open(
+    ///
+    /// # Errors
+    /// [`Trouble`]; nothing has moved.
+    pub fn open(
         held: &'a Held<'_>,
         options: &'a Options,
         action: Action,
@@ -62,7 +65,7 @@ impl<'a> Session<'a> {
         cast.recover(&round)?;
         let members = round.members(&mut cast)?;
         let mut report = Report::new(held.dir.tenant(), action);
-        report.stands_still = round.stands();
+        report.stands_still = round.stands;
         if cast.peers.dead() > 0 {
             report.notes.push(format!(
                 "{} process(es) of the tenant had ended before; what they left behind was removed",
@@ -88,7 +91,10 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the members through all phases.
-    pub(super) fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
+    ///
+    /// # Errors
+    /// [`Trouble`], when all are back.
+    pub fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
         if self.round.action() == Action::Resume {
             self.bring_contexts_back()?;
         }
@@ -107,12 +113,15 @@ impl<'a> Session<'a> {
     }
 
     /// Its account.
-    pub(super) fn into_outcome(self) -> Outcome {
+    pub fn into_outcome(self) -> Outcome {
         Outcome::Completed(Box::new(self.report))
     }
 
     /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
-    pub(super) fn prepare(&mut self, tries: &Tries) -> Result<(), Stop> {
+    ///
+    /// # Errors
+    /// Why it ends; nothing is undone yet.
+    pub fn prepare(&mut self, tries: &Tries) -> Result<(), Stop> {
         guards::ask(&guards::BEFORE, self, tries)?;
         self.check_lock().map_err(|_| Stop::LockGone)?;
         self.take_all(tries)
@@ -127,13 +136,19 @@ impl<'a> Session<'a> {
     }
 
     /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
-    pub(super) fn check_lock(&self) -> Result<(), Trouble> {
+    ///
+    /// # Errors
+    /// [`RunDirError::LockGone`].
+    pub fn check_lock(&self) -> Result<(), Trouble> {
         let tenant = self.cast.tenant();
         if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
     }
 
     /// The phases that prepare.
-    pub(super) fn take_all(&mut self, tries: &Tries) -> Result<(), Stop> {
+    ///
+    /// # Errors
+    /// Why it ends; nothing is undone yet.
+    pub fn take_all(&mut self, tries: &Tries) -> Result<(), Stop> {
         let taken = self.take_each(tries);
         taken.map_err(|stop| stop.naming(&self.absent))?;
         self.report.notes.append(&mut self.absent);
@@ -175,7 +190,7 @@ impl<'a> Session<'a> {
     /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
     fn drain(&mut self, tries: &Tries) -> Result<Vec<(usize, PhaseReport)>, Stop> {
         if self.report.drain.is_none() {
-            let mut gated = Gated::new(&mut self.cast, self.round.number());
+            let mut gated = Gated::new(&mut self.cast, self.round.number);
             self.report.drain = Some(gated.drain(&self.members, None)?);
         }
         guards::ask(&guards::BEHIND_GATES, self, tries)?;
@@ -184,7 +199,7 @@ impl<'a> Session<'a> {
             .into_iter()
             .map(|(index, (report, said))| ((index, report), (index, said)))
             .unzip();
-        self.round.agree(Agreed::of(&self.cast, &self.round, &said)?);
+        self.round.agreed = Agreed::of(&self.cast, &self.round, &said)?;
         Ok(done)
     }
 
@@ -200,8 +215,8 @@ impl<'a> Session<'a> {
     }
 
     /// All phases that cannot be undone, of members that are not lost on the way.
-    pub(super) fn commit(&mut self) {
-        let mut saving = self.round.agreed().saving;
+    pub fn commit(&mut self) {
+        let mut saving = self.round.agreed.saving;
         let mut left = self.members.clone();
         for phase in self.round.action().phases(Stage::Commit) {
             let began = Instant::now();
@@ -217,11 +232,22 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Have any members ended meanwhile, before they are told `next`?
-    pub(super) fn check_alive(&mut self, next: Step) -> Result<(), Vec<MemberFailure>> {
+    /// Looks for members that have ended meanwhile, before they are told `next`.
+    ///
+    /// # Errors
+    /// They.
+    pub fn check_alive(&mut self, next: Step) -> Result<(), Vec<MemberFailure>> {
         let (peers, members) = (&mut self.cast.peers, self.members.iter());
         let dead: Vec<_> = members.filter_map(|it| peers.check_alive(*it, next).err()).collect();
         if dead.is_empty() { Ok(()) } else { Err(dead) }
+    }
+
+    /// The words of each member that shares memory with other tenants.
+    ///
+    /// # Errors
+    /// Those that do not answer.
+    pub fn lendings(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
+        self.loans().of_others()
     }
 
     pub(super) fn loans(&mut self) -> Loans<'_, 'a> {
@@ -229,7 +255,10 @@ impl<'a> Session<'a> {
     }
 
     /// Refuses a deep pause that would not come to its end, before anything moves.
-    pub(super) fn check_contexts(&mut self) -> Result<(), Trouble> {
+    ///
+    /// # Errors
+    /// [`Trouble::NotDeep`].
+    pub fn check_contexts(&mut self) -> Result<(), Trouble> {
         if !self.round.is_deep() {
             return Ok(());
         }
@@ -254,7 +283,7 @@ impl<'a> Session<'a> {
     }
 
     /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
-    pub(super) fn take_contexts(&mut self, began: Instant) {
+    pub fn take_contexts(&mut self, began: Instant) {
         if let Some(contexts) = self.contexts().ok().filter(|_| self.round.is_deep()) {
             contexts.take(self);
             self.report.wall_us = micros(began.elapsed());
@@ -262,7 +291,10 @@ impl<'a> Session<'a> {
     }
 
     /// Brings the contexts back that a resume needs.
-    pub(super) fn bring_contexts_back(&mut self) -> Result<(), Trouble> {
+    ///
+    /// # Errors
+    /// [`Trouble::Refused`].
+    pub fn bring_contexts_back(&mut self) -> Result<(), Trouble> {
         let is_deep = |index: &usize| self.cast.peers.state(*index) == Some(MemberState::Deep);
         let deep: Vec<usize> = self.members.iter().copied().filter(is_deep).collect();
         if deep.is_empty() {
@@ -282,7 +314,7 @@ impl<'a> Session<'a> {
     }
 
     /// Nothing has come of a resume: contexts that were brought back for it leave again.
-    pub(super) fn take_contexts_again(&mut self) {
+    pub fn take_contexts_again(&mut self) {
         if let Ok(contexts) = self.contexts() {
             contexts.take_again(self);
         }
@@ -290,7 +322,7 @@ impl<'a> Session<'a> {
 
     /// Undoes all that was done in the members and makes the error of it. Applications that wait for it together go on with the same
     /// error.
-    pub(super) fn undo(&mut self, stop: Stop) -> Trouble {
+    pub fn undo(&mut self, stop: Stop) -> Trouble {
         let error = self.roll_back(stop);
         if self.cast.options.consent.is_some() {
             let news = GiveUp { action: self.round.action(), why: error.to_string() };
@@ -345,7 +377,8 @@ impl<'a> Session<'a> {
             .any(|member| matches!(member.failure.kind, FailureKind::OutOfDeviceMemory { .. }));
         let mut shortages = Vec::new();
         if out_of_memory {
-            shortages = short_devices(&needs(&mut self.cast, self.round.scope(), &undone));
+            let needs = needs(&mut self.cast, self.round.scope(), &undone).done;
+            shortages = short_devices(needs.iter().flat_map(|(_, needed)| &needed.devices));
         }
         let tenant = self.cast.tenant();
         let runs = self.members.first().is_some_and(|index| self.cast.peers.runs(*index));
@@ -368,7 +401,7 @@ impl<'a> Session<'a> {
     }
 
     /// Ends the account of a leg that has come to its end, of what took from `began` until now.
-    pub(super) fn account(&mut self, began: Instant) {
+    pub fn account(&mut self, began: Instant) {
         self.report.wall_us = micros(began.elapsed());
         let late = if self.round.acts_alone() { 0 } else { self.cast.newcomers().len() };
         if late > 0 {
@@ -435,7 +468,7 @@ impl Coordinator {
     }
 
     /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
-    pub(super) fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
+    pub fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
         if let Trouble::Refused { shortages, .. } = &mut error {
             name_holders(shortages, &self.tenant, &self.run_dir, gives);
         }
@@ -445,7 +478,10 @@ impl Coordinator {
 
 impl Held<'_> {
     /// Pauses or resumes it, with nobody on the other leg.
-    pub(super) fn act(
+    ///
+    /// # Errors
+    /// As [`Coordinator::pause`] and [`Coordinator::resume`].
+    pub fn act(
         &self,
         action: Action,
         progress: &mut dyn FnMut(Event<'_>),
@@ -460,7 +496,10 @@ impl Held<'_> {
     }
 
     /// Takes its leg to the end.
-    pub(super) fn finish(&self, session: Session<'_>, tries: &Tries) -> Result<Outcome, Trouble> {
+    ///
+    /// # Errors
+    /// Those of [`Session::run`].
+    pub fn finish(&self, session: Session<'_>, tries: &Tries) -> Result<Outcome, Trouble> {
         if session.members.is_empty() {
             return Ok(session.rest());
         }
@@ -470,7 +509,10 @@ impl Held<'_> {
 
 /// Tries `once` and again, as long as something helps the tenant that its error is about: one of `legs`. What came of it, and
 /// notes about what was done for that.
-pub(super) fn attempt<T>(
+///
+/// # Errors
+/// The last error, when nothing helps.
+pub fn attempt<T>(
     legs: &[&Held<'_>],
     progress: &mut dyn FnMut(Event<'_>),
     mut once: impl FnMut(&Tries, &mut dyn FnMut(Event<'_>)) -> Result<T, Trouble>,

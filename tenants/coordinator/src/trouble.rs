@@ -285,7 +285,7 @@ impl Trouble {
     }
 
     /// It was refused for `failures`, with all as before. Did its processes run before?
-    pub(crate) fn refused(
+    pub fn refused(
         tenant: TenantName,
         (action, runs): (Action, bool),
         failures: Vec<MemberFailure>,
@@ -471,10 +471,13 @@ impl From<&Trouble> for Code {
 }
 
 /// Why an action ends before its point of no return.
-pub(super) enum Stop {
+#[derive(Debug)]
+pub enum Stop {
+    /// Members did not do their part.
     Failed(Vec<MemberFailure>),
     /// The members need more host memory than this limit leaves.
     HostShort(Box<HostShortage>, MemberFailure),
+    /// Somebody wants it to end.
     CalledOff,
     /// Processes have joined since the members were listed.
     Joined,

@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
@@ -21,7 +21,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
-use nix::sys::socket::{MsgFlags, send};
 use nix::unistd::geteuid;
 use vmm_pool::Uninherited;
 use vmm_pool::driver::DriverCode;
@@ -81,11 +80,9 @@ impl ByCommand {
         for path in [self.command.parent().unwrap_or(&self.command), &self.command] {
             let (shown, found) =
                 (path.display(), path.metadata().map_err(|error| error.to_string())?);
-            if !trusted.contains(&found.uid()) {
-                return Err(format!(
-                    "{shown} belongs to user {}: install Sublet as one user",
-                    found.uid()
-                ));
+            let owner = found.uid();
+            if !trusted.contains(&owner) {
+                return Err(format!("{shown} belongs to user {owner}: install Sublet as one user"));
             }
             if found.mode() & 0o002 != 0 {
                 return Err(format!("any user may change {shown}: chmod o-w {shown}"));
@@ -151,7 +148,9 @@ impl ByCommand {
             let mut last = lock(&child.last);
             *last += 1;
             lock(&child.waiting).as_mut().ok_or_else(gone)?.insert(*last, (name, say));
-            write(&child.socket, format!("{last} {line}\n").as_bytes()).map_err(|_| gone())?;
+            // Without a signal where nobody reads.
+            let mut socket = &*child.socket;
+            socket.write_all(format!("{last} {line}\n").as_bytes()).map_err(|_| gone())?;
             *last
         };
         answer.recv_timeout(limit).unwrap_or_else(|error| match error {
@@ -164,18 +163,6 @@ impl ByCommand {
             RecvTimeoutError::Disconnected => Err(gone()),
         })
     }
-}
-
-/// All of `bytes`. Without a signal where nobody reads.
-fn write(socket: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match send(socket.as_raw_fd(), bytes, MsgFlags::MSG_NOSIGNAL) {
-            Ok(written) => bytes = &bytes[written..],
-            Err(nix::errno::Errno::EINTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
 }
 
 /// Hands answers out until there are no more.

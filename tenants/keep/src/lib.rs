@@ -21,7 +21,9 @@
 
 mod desk;
 mod dir;
+mod figures;
 pub mod map;
+pub mod numa;
 mod prefault;
 mod prepare;
 mod pressure;
@@ -30,6 +32,7 @@ mod save;
 mod settings;
 
 pub use dir::PART_SUFFIX;
+pub use figures::{HostFigure, figures, limits};
 pub use prefault::join;
 pub use prepare::{PrepareReport, PreparedProcess, prepare};
 pub use room::room;

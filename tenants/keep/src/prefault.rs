@@ -15,10 +15,11 @@ use vmm_pool::sync::lock;
 use vmm_pool::{BroughtIn, HostDemand, HostStanding, Pool, PoolError, threads};
 
 use crate::desk::Worker;
+use crate::figures::HostFigure;
 use crate::pressure::Pressure;
 use crate::settings::Settings;
 use sublet_member::{Desk, JoinError, Keeping, Member, MemberConfig, PID, Presence, pool_failure};
-use sublet_protocol::host_memory::{HostFigure, HostNeed, LimitKind};
+use sublet_protocol::host_memory::{HostNeed, LimitKind};
 use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Failure, FailureKind, HostProgress, HostStage, HostStep};

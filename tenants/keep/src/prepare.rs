@@ -80,11 +80,8 @@ pub fn prepare(
     let processes = loop {
         let asked = ask_host(coordinator, &mut all, step, &members, &mut said);
         if asked.is_err() {
-            all.peers.tell(
-                &all.peers.all(),
-                HostStep::CallOff,
-                coordinator.options().contact_timeout,
-            );
+            let within = coordinator.options().contact_timeout;
+            all.peers.tell(&all.peers.all(), HostStep::CallOff, within);
             asked?;
         }
         let processes = processes(&all.peers, &said);

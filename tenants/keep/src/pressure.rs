@@ -1,6 +1,6 @@
 //! Whether the machine is short of host memory.
 
-use sublet_protocol::host_memory::HostFigure;
+use crate::figures::HostFigure;
 
 /// Whether idle host memory is to be given back. It begins when less than a twentieth of some memory is available, and
 /// ends when a tenth of all of them is: a figure that hovers changes nothing.

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
-use sublet_protocol::host_memory::HostFigure;
+
+use crate::figures::HostFigure;
 
 /// The settings of a process. By default its machine has no figures, none comes in ahead of a pause before it is asked, and its
 /// contents stay where they are.

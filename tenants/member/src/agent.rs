@@ -163,8 +163,9 @@ impl<D: Driver> Agent<D> {
         ("lenders beyond a budget", |agent| agent.member.pool.yield_to_budgets()),
         // What this process holds is counted where the others of its tenant count.
         ("share of the budgets", |agent| {
-            let may_count = agent.leading().is_none() && agent.is_named();
-            if may_count && agent.jobs.is_empty() && agent.member.counting.is_due() {
+            let may = agent.leading().is_none() && agent.is_named() && agent.jobs.is_empty();
+            let counting = agent.member.config().counting.as_ref();
+            if may && counting.is_some_and(|counting| counting.is_due(&*agent.member)) {
                 agent.submit(NOBODY, Work::Count, AGENT_TIMEOUT);
             }
         }),

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmm_pool::driver::{DeviceOrdinal, PciAddress, RawContext, VaRange};
+use vmm_pool::driver::{PciAddress, RawContext, VaRange};
 use vmm_pool::support::Unsupported;
 
 use super::captures::Captures;
-use sublet_protocol::budget::Budgets;
+use super::counting::Counting;
 use sublet_protocol::checkpoints::Checkpointer;
 use sublet_protocol::class::TurnSettings;
 use sublet_protocol::host_memory::HostLimit;
@@ -60,12 +60,8 @@ pub struct MemberConfig {
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
     /// The number of threads that bring new host memory in. With none, it comes in as contents are copied there.
     pub toucher_threads: usize,
-    /// The budgets of the tenant on each GPU, where this process is the first to count.
-    pub budgets: Option<Budgets>,
-    /// The number of a device on this machine, where that is known.
-    pub gpu_index: fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>,
-    /// All memory of a device, in bytes; 0 where that is not known. Asked once a device, when counting begins.
-    pub device_bytes: fn(DeviceOrdinal) -> u64,
+    /// The count of what the tenant's processes hold together, where it takes part in one.
+    pub counting: Option<Arc<dyn Counting>>,
 }
 
 impl MemberConfig {
@@ -73,7 +69,7 @@ impl MemberConfig {
     /// tenant is fair and does not queue. Host memory has no limit and lies anywhere.
     /// The application has no contexts of its own, and nothing is known to be unused. All work is gated, and no pins
     /// and no work of NCCL's are unseen. Nothing keeps the process from a deep pause, and there is no way to the driver
-    /// for one. One thread brings new host memory in, and there are no budgets.
+    /// for one. One thread brings new host memory in, and nothing is counted.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -94,9 +90,7 @@ impl MemberConfig {
             unfreezable: || None,
             checkpointer: || None,
             toucher_threads: 1,
-            budgets: None,
-            gpu_index: |device, _| u32::try_from(device.0).ok(),
-            device_bytes: |_| 0,
+            counting: None,
         }
     }
 }

@@ -20,14 +20,16 @@ use vmm_pool::driver::Driver;
 use vmm_pool::threads::text_of;
 use vmm_pool::{Keeper, Pool, UninheritedFd};
 
-use super::failures::{failed_inside, frozen};
+use super::failures::{PID, failed_inside, frozen};
 use super::keeping::{Desk, not_kept};
 use super::progress::Progress;
 use super::{Member, lifecycle::Lifecycle};
 use participants::end_closed_tickets;
 use sublet_protocol::phase::{Action, Stage};
 use sublet_protocol::scope::Scope;
-use sublet_protocol::wire::{Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn};
+use sublet_protocol::wire::{
+    FailureKind, Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn,
+};
 
 /// No connection has this number.
 pub(super) const NOBODY: u64 = 0;
@@ -187,7 +189,13 @@ impl<D: Driver> Executor<D> {
                 let spilled = desk.and_then(|desk| desk.spill(step, &is_called_off));
                 spilled.unwrap_or_else(|failure| self.refuse(failure))
             }
-            Work::Count => self.member.counting.run(),
+            Work::Count => match &self.member.config().counting {
+                Some(counting) => counting.run(&*self.member),
+                // It joined by the Rust crate `sublet-member` alone: give its settings `tenants::budget::Counts`.
+                None => Reply::Failed(
+                    FailureKind::Unknown.because(format!("process {PID} counts for no budget")),
+                ),
+            },
             Work::Idle(quiet_us) => self.run_idle(quiet_us),
             Work::Say(reply) => reply,
             Work::Save(step) => match &mut self.desk {

@@ -6,17 +6,17 @@
 //!   worker thread, `Executor`: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
-//! [`Member`] is made of objects, each with locks of its own, which are leaves: nothing is called while they are held. Two
-//! are none: the rounds' comes before that of [`Lifecycle`], and that of [`Counting`] is held while counting begins.
+//! [`Member`] is made of objects, each with locks of its own, which are leaves: nothing is called while they are held. One
+//! is none: the rounds' comes before that of [`Lifecycle`].
 
 #![forbid(unsafe_code)]
 
 mod agent;
 mod asking;
-mod budget;
 mod captures;
 mod clients;
 mod config;
+mod counting;
 mod executor;
 mod failures;
 mod idle;
@@ -40,10 +40,10 @@ use vmm_pool::{HostBudget, Pool, Selection, TagTotals, Whose};
 use vmm_pool::{driver::Driver, gate::Gate, sync::lock};
 
 pub use asking::{Asking, AskingThread, Turn, Waited};
-pub use budget::Counting;
 pub use captures::{BeforeCapture, Captures, ContextWait};
 pub use clients::{CONNECTIONS_MAX, OPEN_REQUESTS_MAX, REQUESTS_PER_TURN_MAX, STALL_MAX};
 pub use config::{FAMILY_WAIT, JoinError, MemberConfig};
+pub use counting::{Counted, Counting};
 pub use failures::{OwnPid, PID, pool_failure};
 pub use keeping::{Desk, Keeping};
 pub use lifecycle::Lifecycle;
@@ -78,7 +78,6 @@ pub struct Member<D: Driver> {
     descriptor_limit: DescriptorLimit,
     asking: Asking,
     keeping: Option<Arc<dyn Keeping<D>>>,
-    counting: Counting<D>,
     idle: Idle<D>,
 }
 
@@ -112,7 +111,6 @@ impl<D: Driver> Member<D> {
         let (of_pool, of_presence) = (|| Arc::clone(&pool), || Arc::clone(&presence));
         let idle = Idle::new(of_pool());
         let sharing = Sharing::new(of_pool(), of_presence(), Arc::clone(&lifecycle));
-        let counting = Counting::new(of_pool(), of_presence(), Arc::clone(&notes));
         let keeping = keeping(of_pool(), of_presence());
         let member = Arc::new(Self {
             pool,
@@ -128,7 +126,6 @@ impl<D: Driver> Member<D> {
             calling_off: CallingOff::default(),
             descriptor_limit: DescriptorLimit::default(),
             keeping,
-            counting,
             idle,
         });
         member.pool.devices().place_on_nodes(member.config().node_of);
@@ -136,7 +133,7 @@ impl<D: Driver> Member<D> {
             member.leave();
             return Err(JoinError::System { what: "a thread", source });
         }
-        member.counting.begin();
+        member.config().counting.iter().for_each(|counting| counting.begin(&*member));
         let presence = &member.presence;
         tracing::info!(tenant = %presence.tenant(), member = %presence.id(), "joined");
         Ok(member)
@@ -222,11 +219,6 @@ impl<D: Driver> Member<D> {
     /// The process's stream captures.
     pub fn captures(&self) -> &Captures {
         &self.config().captures
-    }
-
-    /// Its share of the tenant's budgets.
-    pub fn counting(&self) -> &Counting<D> {
-        &self.counting
     }
 
     /// Returns its identity, settings and state, for others.

@@ -67,7 +67,8 @@ impl Presence {
     }
 
     /// The directory of its tenant.
-    pub(super) fn dir(&self) -> &TenantDir {
+    /// The directory of its tenant.
+    pub fn dir(&self) -> &TenantDir {
         &self.dir
     }
 

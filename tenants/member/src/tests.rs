@@ -1,10 +1,10 @@
-//! Members behind a pause by tag, a freeze and a panic, and while they begin to count.
+//! Members behind a pause by tag, a freeze and a panic.
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use vmm_pool::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-use vmm_pool::driver::{AllocationProp, DeviceOrdinal, PciAddress};
+use vmm_pool::driver::{AllocationProp, DeviceOrdinal};
 use vmm_pool::{Class, Contents};
 
 use super::executor::Executor;
@@ -151,29 +151,4 @@ fn what_lies_unread_counts_for_whoever_asks() {
         assert!(Instant::now() < deadline, "its release");
         std::thread::yield_now();
     }
-}
-
-/// The member whose devices are asked about.
-static COUNTS: OnceLock<Arc<Member<SimDriver>>> = OnceLock::new();
-
-/// The number of a device, once the member's budget can be asked. A thread that holds its lock meanwhile never gets there.
-fn number_behind_the_lock(device: DeviceOrdinal, _: Option<PciAddress>) -> Option<u32> {
-    let until = Instant::now() + Duration::from_secs(30);
-    while COUNTS.get().is_some_and(|member| !member.counting().is_on()) {
-        assert!(Instant::now() < until, "the lock is held while the devices are asked");
-        std::thread::yield_now();
-    }
-    u32::try_from(device.0).ok()
-}
-
-#[test]
-fn the_devices_are_asked_with_no_lock_held() {
-    let Alone { run_dir, member, _base, .. } = alone_with(|config| {
-        config.budgets = Some("0=1GiB".parse().unwrap());
-        config.gpu_index = number_behind_the_lock;
-    });
-    assert!(COUNTS.set(Arc::clone(&member)).is_ok() && member.counting().is_on());
-    std::fs::remove_file(run_dir.path().join("train/budget")).unwrap();
-    assert_eq!(member.counting.run(), Reply::Counts);
-    assert!(run_dir.path().join("train/budget").exists(), "made again, with the devices");
 }

@@ -3,7 +3,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod budget;
 pub mod checkpoints;
 pub mod class;
 pub mod code;
@@ -12,7 +11,6 @@ pub mod error_text;
 pub mod family;
 pub mod host_memory;
 pub mod identity;
-pub mod numa;
 pub mod phase;
 pub mod references;
 pub mod region;

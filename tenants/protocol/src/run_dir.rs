@@ -14,7 +14,6 @@
 //! in the place of these directories (`run_dir/trusted_path.rs` says how that is checked). Nothing here reads the
 //! environment: the caller does, once.
 
-mod budget_file;
 mod error;
 pub mod files;
 mod locks;
@@ -33,7 +32,6 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nix::unistd::geteuid;
 
-pub use budget_file::BudgetFile;
 pub use error::RunDirError;
 use files::{
     entry_names, io_error, is_still_named, open_lock_file, open_to_read, remove_file_if_there,
@@ -60,11 +58,6 @@ const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
 const LISTEN_ATTEMPTS_MAX: u32 = 8;
 /// For connections to all processes of a tenant, of which nothing is asked.
 const PIDS_TIMEOUT: Duration = Duration::from_millis(500);
-
-/// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
-pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {
-    run_dir.join(tenant.as_str()).join(budget_file::NAME).exists()
-}
 
 /// The directory that holds one directory for each tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -398,7 +391,7 @@ impl TenantDir {
         if !self.members()?.is_empty() || !self.path.is_dir() {
             return Ok(());
         }
-        BudgetFile::remove_unused(&self.path)?;
+        files::remove_counts(&self.path)?;
         remove_file_if_there(&self.path.join(LOCK_NAME))?;
         self.remove_names_note()?;
         match fs::remove_dir(&self.path) {

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use sublet_stage::Place;
-use tenants::coordinator::{Options, Outcome, Trouble, swap};
+use tenants::coordinator::{Options, Outcome, Trouble};
 use tenants::scope::Scope;
+use tenants::swap::swap;
 use tenants::wire::Action;
 use tenants::wire::MemberState::{self, Active, Paused};
 use vmm_pool::Schedule;
@@ -203,7 +204,6 @@ impl Scene {
 
 /// By windows where there is no room for both.
 fn change_places(from: &Stage, to: &Stage) -> Result<Vec<Outcome>, Trouble> {
-    let options = Options { window_bytes: Some(UNIT), ..Options::default() };
-    let [mut from, mut to] = [from, to].map(|stage| stage.coordinator(options.clone()));
-    swap(&mut from, &mut to, &mut |_| {}).map(|swap| vec![swap.paused, swap.resumed])
+    let [mut from, mut to] = [from, to].map(|stage| stage.coordinator(Options::default()));
+    swap(&mut from, &mut to, Some(UNIT), &mut |_| {}).map(|swap| vec![swap.paused, swap.resumed])
 }

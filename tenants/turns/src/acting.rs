@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use crate::decision::scene::Scene;
 use tenants::checkpoints::Checkpointer;
-use tenants::coordinator::{
-    Coordinator, Event, Interrupt, LostImports, Options, Outcome, Trouble, swap,
-};
+use tenants::coordinator::{Coordinator, Event, Interrupt, LostImports, Options, Outcome, Trouble};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
@@ -121,7 +119,7 @@ impl Acting<'_> {
         let mut to = self.coordinator(self.tenant, interrupt);
         if let [only] = victims {
             let mut from = self.coordinator(only, interrupt);
-            return match swap(&mut from, &mut to, progress) {
+            return match tenants::swap::swap(&mut from, &mut to, None, progress) {
                 Ok(swap) => {
                     let both = [(only.clone(), swap.paused), (self.tenant.clone(), swap.resumed)];
                     Ok(both.into_iter().filter(|(_, outcome)| !was_away(outcome)).collect())

@@ -17,7 +17,7 @@ pub mod gate;
 #[path = "../../../vmm-pool/sync/src/slots.rs"]
 pub mod slots;
 #[cfg(not(test))]
-#[path = "../../../vmm-pool/src/budget/slots.rs"]
+#[path = "../../../tenants/budgets/src/slots.rs"]
 pub mod slots_of_budget;
 #[cfg(not(test))]
 pub mod sync;

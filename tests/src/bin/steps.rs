@@ -10,12 +10,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use sublet_tests::{Boundary, MIB, Outcome, Trouble};
-use tenants::coordinator::{
-    Coordinator, Event, Options, Outcome as Done, Step, Trouble as Told, swap,
-};
+use tenants::coordinator::{Coordinator, Event, Options, Outcome as Done, Step, Trouble as Told};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
+use tenants::swap::swap;
 
 fn main() -> ExitCode {
     let outcome = run();
@@ -40,8 +39,6 @@ fn run() -> Outcome<String> {
         timeout: Some(timeout),
         finish_timeout: timeout,
         releases_early: has("early"),
-        // Of a few allocations.
-        window_bytes: Some(8 * MIB),
         room: Some(tenants::keep::room),
         ..Options::default()
     };
@@ -53,7 +50,9 @@ fn run() -> Outcome<String> {
     let mut coordinator = of(tenant, scope(rest.get(1)))?;
     if let (true, [to, tags @ ..]) = (swaps, rest) {
         let mut to = of(to, scope(tags.get(1)))?;
-        let done = swap(&mut coordinator, &mut to, &mut |event| stop_at(&event))?;
+        // Of a few allocations.
+        let window = Some(8 * MIB);
+        let done = swap(&mut coordinator, &mut to, window, &mut |event| stop_at(&event))?;
         return Ok(format!("{}; {}", said(Ok(done.paused))?, said(Ok(done.resumed))?));
     }
     let done = match action.as_str() {

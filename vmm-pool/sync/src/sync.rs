@@ -1,6 +1,6 @@
 //! The synchronisation that files with memory orderings of their own use: that of the standard library.
 //!
-//! `tests/loom` compiles these files again (`slots.rs`, `gate.rs`, `budget/slots.rs` and the cut of `tenants`) with a module of this
+//! `tests/loom` compiles these files again (`slots.rs`, `gate.rs`, the cut and the `budgets/src/slots.rs` of `tenants`) with a module of this
 //! name that stands on loom, which tries their interleavings and stale reads. What such a file uses must therefore
 //! come from here.
 

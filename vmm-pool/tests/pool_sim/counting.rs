@@ -1,15 +1,46 @@
-//! A file in which several pools count what they hold.
+//! A count of what several pools hold.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
-use vmm_pool::driver::{DeviceOrdinal, DeviceUuid};
+use vmm_pool::budget::{Account, Entry, Figure, OverBudget};
+use vmm_pool::driver::DeviceOrdinal;
 
 use crate::stage::{SimPool, UNIT};
 
 pub(crate) const BUDGET_BYTES: u64 = 32 * UNIT;
 
-/// A slot of a file that several pools count in.
+/// What each of several pools holds of two devices, and the budgets of these.
+#[derive(Debug)]
+pub(crate) struct Shared(Mutex<[Counted; 2]>);
+
+#[derive(Debug)]
+struct Counted {
+    budget_bytes: Option<u64>,
+    held_bytes: Vec<u64>,
+}
+
+impl Counted {
+    fn figure(&self) -> Figure {
+        let held_bytes = self.held_bytes.iter().sum();
+        Figure { budget_bytes: self.budget_bytes, held_bytes }
+    }
+}
+
+impl Shared {
+    fn all(&self) -> MutexGuard<'_, [Counted; 2]> {
+        self.0.lock().expect("no panic")
+    }
+
+    pub(crate) fn set_budget(&self, device: usize, budget_bytes: Option<u64>) {
+        self.all()[device].budget_bytes = budget_bytes;
+    }
+
+    pub(crate) fn figure(&self, device: usize) -> Figure {
+        self.all()[device].figure()
+    }
+}
+
+/// The part of one pool in a count of several.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) shared: Arc<Shared>,
@@ -19,17 +50,27 @@ pub(crate) struct Slot {
 impl Account for Slot {
     fn take(&self, device: DeviceOrdinal, bytes: u64) -> Result<Option<Entry>, OverBudget> {
         let place = usize::try_from(device.0).expect("a device");
-        self.shared.take(place, self.slot, bytes).map(|()| Some(Entry(place)))
+        let counted = &mut self.shared.all()[place];
+        let Figure { budget_bytes, held_bytes } = counted.figure();
+        match budget_bytes {
+            Some(budget_bytes) if held_bytes + bytes > budget_bytes => {
+                Err(OverBudget { budget_bytes, held_bytes })
+            }
+            Some(_) | None => {
+                counted.held_bytes[self.slot] += bytes;
+                Ok(Some(Entry(place)))
+            }
+        }
     }
 
     fn take_anyway(&self, device: DeviceOrdinal, bytes: u64) -> Option<Entry> {
         let place = usize::try_from(device.0).expect("a device");
-        self.shared.take_anyway(place, self.slot, bytes);
+        self.shared.all()[place].held_bytes[self.slot] += bytes;
         Some(Entry(place))
     }
 
     fn give_back(&self, place: Entry, bytes: u64) {
-        self.shared.give_back(place.0, self.slot, bytes);
+        self.shared.all()[place.0].held_bytes[self.slot] -= bytes;
     }
 
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
@@ -37,18 +78,10 @@ impl Account for Slot {
     }
 }
 
-/// A file in which so many processes count.
+/// A count for so many pools.
 pub(crate) fn shared(slots: usize) -> Arc<Shared> {
-    let file = tempfile::tempfile().expect("a file");
-    file.set_len(Shared::BYTES as u64).expect("its size");
-    let shared = Shared::map(&file).expect("a mapping");
-    shared.begin();
-    for (number, budget_bytes) in [(1, Some(BUDGET_BYTES)), (2, Some(3 * BUDGET_BYTES))] {
-        let figure = Figure { budget_bytes, held_bytes: 0 };
-        shared.add(&Gpu { uuid: DeviceUuid([number; 16]), index: None, total_bytes: 0, figure });
-    }
-    (0..slots).for_each(|slot| shared.open_slot(slot));
-    Arc::new(shared)
+    let counted = |budget_bytes| Counted { budget_bytes, held_bytes: vec![0; slots] };
+    Arc::new(Shared(Mutex::new([Some(BUDGET_BYTES), Some(3 * BUDGET_BYTES)].map(counted))))
 }
 
 pub(crate) fn counts(pool: &SimPool, shared: &Arc<Shared>, slot: usize) {

@@ -31,7 +31,7 @@ const ORDERS: [Order; 3] = [
     Order {
         folder: "tenants/protocol/src",
         modules: "lib error_text code descriptors size time identity family class region references \
-            host_memory numa budget scope phase state saving wire transport run_dir ticket checkpoints",
+            host_memory scope phase state saving wire transport run_dir ticket checkpoints",
     },
     Order {
         folder: "ffi/src",

@@ -1,8 +1,9 @@
 //! The outcome of a pause, resume or swap, for people: one line, and with `-v` what it is made of.
 
-use tenants::coordinator::{Outcome, Report, Swap, staying};
+use tenants::coordinator::{Outcome, Report, staying};
 use tenants::identity::TenantName;
 use tenants::scope::Scope;
+use tenants::swap::Swap;
 use tenants::wire::{Action, Phase};
 
 use crate::args::ShowArgs;

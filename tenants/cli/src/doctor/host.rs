@@ -5,8 +5,8 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use tenants::error_text::chain;
-use tenants::host_memory::{HostFigure, figures};
 use tenants::identity::{MemberId, TENANT_NAME_BYTES_MAX};
+use tenants::keep::{HostFigure, figures};
 use tenants::phase::HELD_MAX;
 use tenants::run_dir::{RUN_DIR_VARIABLE, RunDir, SOCKET_PATH_BYTES_MAX};
 

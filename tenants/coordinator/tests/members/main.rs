@@ -10,7 +10,6 @@ mod nameless;
 mod panics;
 mod rounds;
 mod settling;
-mod swaps;
 mod termination;
 
 use std::os::unix::net::UnixListener;
@@ -370,20 +369,4 @@ fn all_tenants_are_asked_what_they_hold_simultaneously() {
         assert_eq!((stats.members.len(), stats.failures.len()), (1, 0), "{:?}", stats.failures);
         assert!(!found.is_silent);
     }
-}
-
-#[test]
-fn a_swap_with_a_tenant_that_is_not_there_pauses_nothing() {
-    let world = World::of(&[active()]);
-    let mut from = world.coordinator();
-    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
-    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
-    assert!(error.is_gone() && error.is_about(&tenant("infer")), "{error}");
-    assert!(world.lines().is_empty());
-    // One whose processes are all dead is not there either.
-    let dir = world.run_dir.tenant(&tenant("infer")).unwrap();
-    drop(UnixListener::bind(dir.socket_path(MemberId(7)).unwrap()).unwrap());
-    let error = swap(&mut from, &mut to, &mut quiet).unwrap_err();
-    assert!(error.is_gone() && error.is_about(&tenant("infer")), "{error}");
-    assert!(world.lines().is_empty());
 }

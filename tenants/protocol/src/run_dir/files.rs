@@ -7,12 +7,20 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub use super::error::is_no_file;
-pub use super::locks::{FileLock, holders};
+pub use super::locks::{FileLock, StretchLock, holders, set as lock_stretch};
 pub use super::trusted_path::{check, ensure};
 
 use super::error::no_file;
+use super::locks::is_set;
 use super::{RunDirError, pause_thread};
 use crate::time::millis;
+
+/// The name of the file in which the processes of a tenant count what they hold together.
+pub const COUNTS_NAME: &str = "budget";
+/// The byte of that file which is locked, for moments, by who changes more in it than figures.
+pub const CHANGING: (i64, i64) = (0, 1);
+/// The bytes of it of which each that has a part in the file has one locked.
+const PARTS: (i64, i64) = (1, 0);
 
 const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
 pub(super) const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
@@ -127,8 +135,41 @@ pub fn is_still_named(file: &File, path: &Path) -> bool {
 }
 
 /// Is `file` the one that was `found`?
-pub(super) fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
+pub fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let found = found.map(identity).ok();
     found.is_some() && file.metadata().map(identity).ok() == found
+}
+
+/// Opens a regular file to read and write it, as [`open_regular`]. None where there is none.
+///
+/// # Errors
+/// [`RunDirError::Io`].
+pub fn open_if_there(path: &Path) -> Result<Option<File>, RunDirError> {
+    match open_regular(OpenOptions::new().read(true).write(true), path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some).map_err(io_error("opening", path)),
+    }
+}
+
+/// Has anybody a part in `file`, which is one of counts?
+///
+/// # Errors
+/// The system's error.
+pub fn is_in_use(file: &File) -> nix::Result<bool> {
+    is_set(file, PARTS)
+}
+
+/// Removes the file of counts in `dir`, unless somebody has a part in it.
+pub(super) fn remove_counts(dir: &Path) -> Result<(), RunDirError> {
+    let path = dir.join(COUNTS_NAME);
+    let Some(file) = open_if_there(&path)? else { return Ok(()) };
+    let remove = || -> io::Result<()> {
+        let _changing = StretchLock::take(&file, CHANGING)?;
+        if !is_in_use(&file)? && is_still_named(&file, &path) {
+            fs::remove_file(&path)?;
+        }
+        Ok(())
+    };
+    remove().map_err(io_error("removal", &path))
 }

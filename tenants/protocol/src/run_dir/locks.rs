@@ -2,12 +2,21 @@
 //! been killed.
 
 use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt as _;
 use std::process;
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::stat::{major, minor};
 use vmm_pool::Uninherited;
+
+use super::pause_thread;
+
+/// For a lock that is held for moments.
+const STRETCH_TIMEOUT: Duration = Duration::from_secs(5);
+const STRETCH_BACK_OFF: Duration = Duration::from_millis(1);
 
 /// A lock on a file, held until dropped. A process that dies gives it up. In a forked child it is nothing, and its end does nothing.
 #[derive(Debug)]
@@ -91,8 +100,43 @@ fn flock((l_start, l_len): Stretch, kind: i32) -> libc::flock {
     libc::flock { l_type, l_whence, l_start, l_len, l_pid: 0 }
 }
 
+/// A stretch of a file that is locked for moments; given up when dropped.
+#[derive(Debug)]
+pub struct StretchLock<'a>(&'a File, Stretch);
+
+impl<'a> StretchLock<'a> {
+    /// Waits for the lock for seconds at most.
+    ///
+    /// # Errors
+    /// The system's error; `TimedOut`.
+    pub fn take(file: &'a File, stretch: Stretch) -> io::Result<Self> {
+        let deadline = Instant::now() + STRETCH_TIMEOUT;
+        loop {
+            match set(file, stretch, libc::F_WRLCK) {
+                Ok(()) => return Ok(Self(file, stretch)),
+                Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < deadline => {
+                    pause_thread(STRETCH_BACK_OFF);
+                }
+                Err(Errno::EAGAIN | Errno::EACCES) => return Err(ErrorKind::TimedOut.into()),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+impl Drop for StretchLock<'_> {
+    fn drop(&mut self) {
+        if let Err(errno) = set(self.0, self.1, libc::F_UNLCK) {
+            tracing::warn!(%errno, "the lock of the tenant's budgets was not given up");
+        }
+    }
+}
+
 /// Locks a stretch of `file`, or unlocks it. The lock is this opening's, not this process's.
-pub(super) fn set(file: &File, stretch: Stretch, kind: i32) -> nix::Result<()> {
+///
+/// # Errors
+/// The system's error.
+pub fn set(file: &File, stretch: Stretch, kind: i32) -> nix::Result<()> {
     fcntl(file, FcntlArg::F_OFD_SETLK(&flock(stretch, kind))).map(drop)
 }
 

@@ -264,16 +264,8 @@ fn files_beyond_the_limit_of_their_process_are_an_error_and_no_signal() {
     if !in_own_process(TEST) {
         return;
     }
-    let is_too_large = |error: RunDirError| {
-        let RunDirError::Io { source, .. } = error else { panic!("{error}") };
-        assert_eq!(source.raw_os_error(), Some(libc::EFBIG), "{source}");
-    };
-    let base = tempfile::tempdir().unwrap();
-    let tenant = run_dir(&base).tenant(&name("a")).unwrap();
     let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
     let limit = |bytes| setrlimit(Resource::RLIMIT_FSIZE, bytes, hard).unwrap();
-    limit(1500);
-    is_too_large(BudgetFile::join(&tenant, Some(&"0=50".parse().unwrap())).unwrap_err());
     limit(0);
     let refused = crate::ticket::lease().and_then(|_| ticket().issue()).unwrap_err();
     assert_eq!(refused.raw_os_error(), Some(libc::EFBIG), "{refused}");
@@ -307,14 +299,9 @@ fn pipes_and_links_in_the_place_of_a_tenants_files_make_nobody_wait_and_lead_now
         let link = |path: &Path| symlink(base.path().join("made"), path).unwrap();
         for make in [&make_fifo as &dyn Fn(&Path), &link] {
             let dir = run_dir(&base).tenant(&name("train")).unwrap();
-            for file in ["names-again", "budget"] {
-                make(&dir.path().join(file));
-            }
-            for error in
-                [dir.note_names_again().unwrap_err(), BudgetFile::join(&dir, None).unwrap_err()]
-            {
-                assert!(error.to_string().contains("no regular file"), "{error}");
-            }
+            make(&dir.path().join("names-again"));
+            let error = dir.note_names_again().unwrap_err();
+            assert!(error.to_string().contains("no regular file"), "{error}");
             dir.until_names_are_back(|| true);
             fs::remove_dir_all(dir.path()).unwrap();
         }

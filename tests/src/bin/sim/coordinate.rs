@@ -17,7 +17,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 use sublet_tests::{Outcome, Trouble};
-use tenants::coordinator::{Coordinator, Interrupt, LostImports, Options, Outcome as Done, swap};
+use tenants::coordinator::{Coordinator, Interrupt, LostImports, Options, Outcome as Done};
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 use tenants::scope::{Scope, TagNames};
@@ -285,7 +285,6 @@ fn act(
         timeout: Some(PHASE_TIMEOUT),
         lost_imports: request.lost_imports,
         releases_early: request.early_release,
-        window_bytes: request.swap.as_ref().and_then(|with| with.window_bytes),
         interrupt,
         contexts: checkpointer.map(sublet_deep::contexts),
         room: Some(tenants::keep::room),
@@ -299,7 +298,8 @@ fn act(
     let mut first = coordinator(&request.tenant, &request.scope);
     if let Some(with) = &request.swap {
         let tenant = TenantName::new(&with.tenant).map_err(|error| Refusal::of_name(&error))?;
-        let done = swap(&mut first, &mut coordinator(&tenant, &with.scope), &mut |_| {});
+        let mut to = coordinator(&tenant, &with.scope);
+        let done = tenants::swap::swap(&mut first, &mut to, with.window_bytes, &mut |_| {});
         return match done {
             Ok(done) => Ok(vec![done.paused, done.resumed]),
             Err(error) => Err(Refusal::of_swap(&error)),

@@ -36,7 +36,7 @@ pub(super) fn set_room(room: &HostRoom) {
     room.clone_into(&mut ROOM.lock().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// As `tenants::host_memory::limits` has it of a machine, of which a tenth of what is free stays so.
+/// As `tenants::keep::limits` has it of a machine, of which a tenth of what is free stays so.
 pub(super) fn limits() -> Vec<HostLimit> {
     let room = ROOM.lock().unwrap_or_else(PoisonError::into_inner).clone();
     match room {

@@ -375,7 +375,7 @@ fn allocations_of_which_the_usual_window_has_no_room_for_two_move_by_larger_ones
     let window = |size_bytes: u64, count: usize| {
         let coming = [needed(&vec![(0, size_bytes); count], &BTreeMap::new())];
         let leaving = coming.each_ref().map(|needed| needed.devices.clone());
-        Exchange::new(None, &leaving, &coming).window_bytes()
+        Exchange::new(None, &leaving, &coming).window_bytes
     };
     assert_eq!(window(GIB / 2, 40), GIB, "two fit");
     assert_eq!(window(GIB, 20), 4 * GIB);

@@ -6,14 +6,8 @@
 //!
 //! An allocation that does not fit is refused in `Budget::charge`, before any call of the driver's.
 
-pub mod slots;
-
-mod shared;
-
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
-
-pub use shared::{GPUS_MAX, Gpu, Shared};
 
 use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
@@ -103,6 +97,11 @@ impl Budget {
     /// Counts from now on. False where something counts already.
     pub(crate) fn set(&self, account: Arc<dyn Account>) -> bool {
         self.0.set(account).is_ok()
+    }
+
+    /// Does anything count?
+    pub fn counts(&self) -> bool {
+        self.0.get().is_some()
     }
 
     /// Takes room for an allocation that is about to be made, by the driver itself too; nothing where nothing counts, or it is no device's.

@@ -8,23 +8,28 @@
 //! both are paused with all contents. If the coordinator dies, both end paused: who was told to release finishes, who was to
 //! come goes back.
 
+#![forbid(unsafe_code)]
+
+mod exchange;
+mod overlap;
+mod wants;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::coordinator::{Coordinator, Held};
-use super::exchange::{Exchange, totals};
-use super::guards::Tries;
-use super::needs::{needs_of_each, resident_bytes, short_devices};
-use super::options::Options;
-use super::overlap::exchange;
-use super::report::{Event, MemberFailure, Outcome, Step, Swap};
-use super::round::refuse_standing;
-use super::session::{Session, attempt};
-use super::trouble::{Stop, Trouble};
+use serde::Serialize;
+use sublet_coordinator::{
+    Coordinator, Event, Held, MemberFailure, Options, Outcome, Session, Step, Stop, Tries, Trouble,
+    attempt, refuse_standing, short_devices,
+};
 use sublet_protocol::identity::TenantName;
 use sublet_protocol::wire::{Action, DeviceDelta, FailureKind, Phase};
 use sublet_protocol::{run_dir::pause_thread, scope::Scope, time::micros};
+
+use exchange::{Exchange, totals};
+use overlap::exchange;
+use wants::{needs_of_each, resident_bytes, wanted_of};
 
 /// The time for which a first tenant that is to come back waits for room that the second has kept.
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
@@ -39,13 +44,29 @@ pub fn swap_with_itself(tenant: &TenantName) -> String {
     )
 }
 
+/// Both halves of a swap.
+#[must_use]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Swap {
+    /// Of the tenant that gave memory up.
+    pub paused: Outcome,
+    /// Of the tenant that took it.
+    pub resumed: Outcome,
+    /// From the first message to the last answer of both, in microseconds.
+    pub wall_us: u64,
+}
+
 /// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
+///
+/// One stage moves `window_bytes` of a device, and that much more than the larger of the two is held for it. If both and a
+/// window have room on it, it holds both. None for the usual, which fits tenants of many gigabytes.
 ///
 /// # Errors
 /// [`Trouble`], which says what state both are in.
 pub fn swap(
     from: &mut Coordinator,
     to: &mut Coordinator,
+    window_bytes: Option<u64>,
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Swap, Trouble> {
     let started = Instant::now();
@@ -53,11 +74,11 @@ pub fn swap(
     let dir = to.dir()?;
     let dead = dir.remove_stale()?;
     if dir.members()?.is_empty() {
-        return Err(Trouble::NoProcess { tenant: to.tenant.clone(), dead });
+        return Err(Trouble::NoProcess { tenant: to.tenant().clone(), dead });
     }
     let (from, to) = lock_both(from, to)?;
     let (moved, notes) = attempt(&[&from, &to], progress, |tries, progress| {
-        move_both(&from, &to, tries, started, progress)
+        move_both((&from, &to), window_bytes, tries, started, progress)
     })?;
     let (mut paused, resumed) = match moved {
         Moved::Both { paused, resumed } => (paused, resumed),
@@ -81,8 +102,8 @@ enum Moved {
 
 /// Moves both at the same time, if both have something to move.
 fn move_both(
-    from: &Held<'_>,
-    to: &Held<'_>,
+    (from, to): (&Held<'_>, &Held<'_>),
+    window_bytes: Option<u64>,
     tries: &Tries,
     started: Instant,
     progress: &mut dyn FnMut(Event<'_>),
@@ -90,12 +111,12 @@ fn move_both(
     let shared = RefCell::new(progress);
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
-    let mut out = Session::open(from, &from.coordinator.options, Action::Pause, &mut tell_from)?;
+    let mut out = Session::open(from, from.coordinator.options(), Action::Pause, &mut tell_from)?;
     // If the second did not come, going back would have it run.
     if !out.members.is_empty() {
         refuse_standing(&out.cast)?;
     }
-    let mut back = Session::open(to, &to.coordinator.options, Action::Resume, &mut tell_to)?;
+    let mut back = Session::open(to, to.coordinator.options(), Action::Resume, &mut tell_to)?;
     out.check_contexts()?;
     if out.members.is_empty() || back.members.is_empty() {
         let paused = from.finish(out, tries)?;
@@ -108,7 +129,7 @@ fn move_both(
         }
         brought => brought?,
     }
-    Pair { from, to, out, back, left, started }.change_places(tries, &mut tell_after)
+    Pair { from, to, window_bytes, out, back, left, started }.change_places(tries, &mut tell_after)
 }
 
 /// Moves the first, then the second: the contexts of both do not fit together. `left` is the part of the first that leaves.
@@ -135,7 +156,7 @@ fn lock_both<'a>(
 ) -> Result<(Held<'a>, Held<'a>), Trouble> {
     let hold_from = || from.hold(Action::Pause);
     let hold_to = || to.hold(Action::Resume);
-    if from.tenant.as_str() <= to.tenant.as_str() {
+    if from.tenant().as_str() <= to.tenant().as_str() {
         let from = hold_from()?;
         Ok((from, hold_to()?))
     } else {
@@ -148,6 +169,7 @@ fn lock_both<'a>(
 struct Pair<'h> {
     from: &'h Held<'h>,
     to: &'h Held<'h>,
+    window_bytes: Option<u64>,
     out: Session<'h>,
     back: Session<'h>,
     /// The part of the first that leaves.
@@ -173,8 +195,8 @@ impl Pair<'_> {
         };
 
         // The point of no return of the first.
-        let Self { from, to, mut out, mut back, left, started } = self;
-        out.report.window_bytes = Some(plan.window_bytes());
+        let Self { from, to, mut out, mut back, left, started, .. } = self;
+        out.report.window_bytes = Some(plan.window_bytes);
         back.report.window_bytes = out.report.window_bytes;
         let hindrance = exchange(&mut out, &mut back, plan, started);
         out.account(started);
@@ -203,13 +225,10 @@ impl Pair<'_> {
     /// All of the first prepares, if the second fits into what is free and what leaves.
     fn prepare(&mut self, tries: &Tries) -> Result<Exchange, Trouble> {
         self.refuse_wanted()?;
-        let Session { cast, round, members, .. } = &mut self.back;
-        let needed = needs_of_each(cast, round.scope(), members);
-        let needed = needed.map_err(|failures| self.refused(failures))?;
+        let needed = needs_of_each(&mut self.back).map_err(|failures| self.refused(failures))?;
         let needs: Vec<_> = needed.iter().flat_map(|needed| needed.devices.clone()).collect();
         if !short_devices(&needs).is_empty() {
-            let Session { cast, round, members, .. } = &mut self.out;
-            let held = resident_bytes(cast, round.scope(), members);
+            let held = resident_bytes(&mut self.out);
             self.check_room(&needs, &held)?;
         }
         // From here on processes of the first are stopped.
@@ -221,7 +240,7 @@ impl Pair<'_> {
             let undone = self.out.undo(Stop::Failed(error.failures().to_vec()));
             return Err(if undone.left_unchanged() { error } else { undone });
         }
-        Ok(Exchange::new(self.from.coordinator.options.window_bytes, &gives, &needed))
+        Ok(Exchange::new(self.window_bytes, &gives, &needed))
     }
 
     /// Refuses if the second wants memory of the first, which it can have while the first runs.
@@ -229,7 +248,7 @@ impl Pair<'_> {
         if *self.out.round.scope() != Scope::Whole {
             return Ok(());
         }
-        let wanted = self.back.loans().wanted_of(self.from.dir.tenant());
+        let wanted = wanted_of(&mut self.back, self.from.dir.tenant());
         match wanted.unwrap_or_else(|failures| failures) {
             none if none.is_empty() => Ok(()),
             wanted => Err(self.refused(wanted)),
@@ -271,7 +290,7 @@ impl Pair<'_> {
         let from = self.from.coordinator;
         let message = format!(
             "its tenant does not fit, not even without {}",
-            from.options.scope.subject(&from.tenant)
+            from.options().scope.subject(from.tenant())
         );
         let who = self.back.cast.peers.who(self.back.members[0]);
         let step = Step::Phase(Phase::Restore);
@@ -279,7 +298,7 @@ impl Pair<'_> {
         if let Trouble::Refused { shortages, .. } = &mut error {
             *shortages = short;
         }
-        Err(self.to.coordinator.with_holders(error, Some((&from.tenant, gives))))
+        Err(self.to.coordinator.with_holders(error, Some((from.tenant(), gives))))
     }
 }
 
@@ -313,13 +332,13 @@ impl Stranded {
     ) -> Trouble {
         let Self { left, mut losses, source } = self;
         // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
-        let Options { timeout, finish_timeout, .. } = from.coordinator.options;
+        let Options { timeout, finish_timeout, .. } = *from.coordinator.options();
         let options = Options {
             timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
             interrupt: None,
             look_first: false,
             scope: left.clone(),
-            ..from.coordinator.options.clone()
+            ..from.coordinator.options().clone()
         };
         let until = Instant::now() + KEPT_ROOM_WAIT;
         let resumed = loop {
@@ -332,11 +351,11 @@ impl Stranded {
             }
             // Opening it finishes what an undo has left.
             let quiet =
-                Options { interrupt: None, timeout: None, ..to.coordinator.options.clone() };
+                Options { interrupt: None, timeout: None, ..to.coordinator.options().clone() };
             drop(Session::open(to, &quiet, Action::Resume, progress).map(drop));
             pause_thread(KEPT_ROOM_LOOK);
         };
-        let (tenant, source) = (from.coordinator.tenant.clone(), Box::new(source));
+        let (tenant, source) = (from.coordinator.tenant().clone(), Box::new(source));
         match resumed {
             Ok(resumed) => {
                 losses.extend(resumed.into_losses());

@@ -5,91 +5,43 @@
 //!
 //! | byte | who locks it |
 //! | --- | --- |
-//! | 0 | a process that changes more in the file than figures; for moments |
+//! | 0 ([`CHANGING`]) | a process that changes more in the file than figures; for moments |
 //! | 1 | a command that changes budgets from outside, so that the file is not taken for left behind |
 //! | 2 + n | the process that has slot n |
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
-use nix::errno::Errno;
-use vmm_pool::Uninherited;
-use vmm_pool::budget::{Gpu, Shared};
-use vmm_pool::check_file_length;
+use sublet_protocol::run_dir::files::{
+    CHANGING, COUNTS_NAME, StretchLock, io_error, is_in_use, is_same, is_still_named, lock_stretch,
+    open_if_there, open_lock_file,
+};
+use sublet_protocol::run_dir::{RunDirError, TenantDir};
+use vmm_pool::{Uninherited, check_file_length};
 
-use super::files::{io_error, is_same, is_still_named, open_lock_file, open_regular};
-use super::{RunDirError, TenantDir, locks, pause_thread};
-use crate::budget::Budgets;
+use super::Budgets;
+use super::shared::{Gpu, Shared};
 
-pub(super) const NAME: &str = "budget";
-const TABLE: i64 = 0;
 const EDITOR: i64 = 1;
 const FIRST_SLOT: i64 = 2;
-/// For a lock that is held for moments.
-const TABLE_TIMEOUT: Duration = Duration::from_secs(5);
-const BACK_OFF: Duration = Duration::from_millis(1);
 
 /// The opened file, mapped. It keeps its slot, where it has one, until it is dropped or the process ends.
 #[derive(Debug)]
-pub struct BudgetFile {
+pub(crate) struct BudgetFile {
     file: Uninherited<File>,
     path: PathBuf,
     shared: Shared,
 }
 
-/// The right to change what is in the file; given up when dropped.
-struct WriteRight<'a>(&'a File);
-
-impl Drop for WriteRight<'_> {
-    fn drop(&mut self) {
-        if let Err(errno) = lock(self.0, TABLE, libc::F_UNLCK) {
-            tracing::warn!(%errno, "the lock of the tenant's budgets was not given up");
-        }
-    }
-}
-
 /// Locks one byte, or unlocks it.
 fn lock(file: &File, byte: i64, kind: i32) -> nix::Result<()> {
-    locks::set(file, (byte, 1), kind)
-}
-
-/// Has another opening of the file locked this byte?
-fn is_locked(file: &File, byte: i64) -> nix::Result<bool> {
-    locks::is_set(file, (byte, 1))
+    lock_stretch(file, (byte, 1), kind)
 }
 
 fn byte_of(slot: usize) -> i64 {
     FIRST_SLOT + i64::try_from(slot).unwrap_or_default()
-}
-
-fn table(file: &File) -> io::Result<WriteRight<'_>> {
-    let deadline = Instant::now() + TABLE_TIMEOUT;
-    loop {
-        match lock(file, TABLE, libc::F_WRLCK) {
-            Ok(()) => return Ok(WriteRight(file)),
-            Err(Errno::EAGAIN | Errno::EACCES) if Instant::now() < deadline => {
-                pause_thread(BACK_OFF);
-            }
-            Err(Errno::EAGAIN | Errno::EACCES) => return Err(ErrorKind::TimedOut.into()),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
-/// Does any process have a slot, or change budgets? Under the table's lock.
-fn is_in_use(file: &File, shared: &Shared) -> nix::Result<bool> {
-    if is_locked(file, EDITOR)? {
-        return Ok(true);
-    }
-    for slot in 0..shared.slots_used() {
-        if is_locked(file, byte_of(slot))? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// All zeros, with space on the disk for all, so that writing to the mapping cannot find it full. Never shorter on the way:
@@ -127,18 +79,18 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub fn existing(dir: &TenantDir) -> Result<Option<Self>, RunDirError> {
-        let path = dir.path().join(NAME);
-        let Some(file) = open(&path)? else {
+    pub(crate) fn existing(dir: &TenantDir) -> Result<Option<Self>, RunDirError> {
+        let path = dir.path().join(COUNTS_NAME);
+        let Some(file) = open_if_there(&path)? else {
             return Ok(None);
         };
         let found = || -> io::Result<Option<Shared>> {
-            let _table = table(&file)?;
+            let _table = StretchLock::take(&file, CHANGING)?;
             if file.metadata()?.len() < Shared::BYTES as u64 {
                 return Ok(None);
             }
             let shared = Shared::map(&file)?;
-            let lives = shared.is_begun() && is_in_use(&file, &shared)?;
+            let lives = shared.is_begun() && is_in_use(&file)?;
             Ok(lives.then_some(shared))
         };
         let shared = found().map_err(io_error("reading", &path))?;
@@ -150,7 +102,7 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub fn join(
+    pub(crate) fn join(
         dir: &TenantDir,
         budgets: Option<&Budgets>,
     ) -> Result<Option<(Self, usize)>, RunDirError> {
@@ -170,12 +122,13 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`]; `WouldBlock` inside where another one does so.
-    pub fn edit(dir: &TenantDir) -> Result<Self, RunDirError> {
+    pub(crate) fn edit(dir: &TenantDir) -> Result<Self, RunDirError> {
         let none = Budgets::default();
         let opened = Self::open_with(dir, Some(&none), |file, _| {
             lock(file, EDITOR, libc::F_WRLCK).map_err(io::Error::from)
         })?;
-        let gone = || io_error("opening", &dir.path().join(NAME))(ErrorKind::NotFound.into());
+        let gone =
+            || io_error("opening", &dir.path().join(COUNTS_NAME))(ErrorKind::NotFound.into());
         opened.map(|(file, ())| file).ok_or_else(gone)
     }
 
@@ -185,19 +138,19 @@ impl BudgetFile {
         budgets: Option<&Budgets>,
         take: impl Fn(&File, &Shared) -> io::Result<T>,
     ) -> Result<Option<(Self, T)>, RunDirError> {
-        let path = dir.path().join(NAME);
+        let path = dir.path().join(COUNTS_NAME);
         loop {
             let file = match budgets {
-                None => open(&path)?,
+                None => open_if_there(&path)?,
                 Some(_) => Some(open_lock_file(&path).map_err(io_error("opening", &path))?),
             };
             let Some(file) = file else {
                 return Ok(None);
             };
             let opened = || -> io::Result<Option<(Shared, T)>> {
-                let _table = table(&file)?;
+                let _table = StretchLock::take(&file, CHANGING)?;
                 // A forked child keeps the mapping, and with it the opening that is mapped; the locks of slots are of the other one.
-                let mapped = open(&path).map_err(io::Error::other)?;
+                let mapped = open_if_there(&path).map_err(io::Error::other)?;
                 let Some(mapped) = mapped.filter(|mapped| is_same(&file, mapped.metadata())) else {
                     return Ok(None);
                 };
@@ -205,7 +158,7 @@ impl BudgetFile {
                     wipe(&file)?;
                 }
                 let shared = Shared::map(&mapped)?;
-                if !(shared.is_begun() && is_in_use(&file, &shared)?) {
+                if !(shared.is_begun() && is_in_use(&file)?) {
                     let Some(budgets) = budgets else {
                         std::fs::remove_file(&path)?;
                         return Ok(None);
@@ -224,18 +177,18 @@ impl BudgetFile {
     }
 
     /// Is it the file that those find who look for it now? One that was made shorter is removed, so that all take another one.
-    pub fn is_named(&self) -> bool {
+    pub(crate) fn is_named(&self) -> bool {
         let is_named = is_still_named(&self.file, &self.path);
         is_named && (self.is_whole() || std::fs::remove_file(&self.path).is_err())
     }
 
     /// Has it all its bytes? Touching what is not there any more would end this process.
-    pub fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         self.file.metadata().is_ok_and(|found| found.len() >= Shared::BYTES as u64)
     }
 
     /// Returns the count that all processes share.
-    pub fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &Shared {
         &self.shared
     }
 
@@ -243,9 +196,9 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub fn places(&self, gpus: &[Gpu]) -> Result<Vec<Option<usize>>, RunDirError> {
+    pub(crate) fn places(&self, gpus: &[Gpu]) -> Result<Vec<Option<usize>>, RunDirError> {
         let places = || -> io::Result<Vec<Option<usize>>> {
-            let _table = table(&self.file)?;
+            let _table = StretchLock::take(&self.file, CHANGING)?;
             let budgets = read_budgets(&self.file)?;
             let place = |gpu: &Gpu| {
                 self.shared.find(gpu.uuid).or_else(|| {
@@ -263,7 +216,7 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub fn budgets(&self) -> Result<Budgets, RunDirError> {
+    pub(crate) fn budgets(&self) -> Result<Budgets, RunDirError> {
         read_budgets(&self.file).map_err(io_error("reading", &self.path))
     }
 
@@ -271,9 +224,9 @@ impl BudgetFile {
     ///
     /// # Errors
     /// [`RunDirError::Io`].
-    pub fn change(&self, changes: &Budgets) -> Result<(), RunDirError> {
+    pub(crate) fn change(&self, changes: &Budgets) -> Result<(), RunDirError> {
         let change = || -> io::Result<()> {
-            let _table = table(&self.file)?;
+            let _table = StretchLock::take(&self.file, CHANGING)?;
             let gpus = self.shared.gpus();
             let known: Vec<_> = gpus.iter().map(|gpu| (gpu.uuid, gpu.index)).collect();
             let budgets = read_budgets(&self.file)?.changed_by(changes, &known);
@@ -287,7 +240,7 @@ impl BudgetFile {
     }
 
     /// Forgets what processes hold that have ended; `own` is the slot of this process. Waits for nothing.
-    pub fn forget_dead(&self, own: Option<usize>) {
+    pub(crate) fn forget_dead(&self, own: Option<usize>) {
         for slot in (0..self.shared.slots_used()).filter(|slot| Some(*slot) != own) {
             // While the byte is locked here nobody takes the slot again.
             if self.shared.is_slot_used(slot)
@@ -300,42 +253,23 @@ impl BudgetFile {
             }
         }
     }
-
-    /// Removes the file of a tenant of which no process is left.
-    pub(super) fn remove_unused(dir: &Path) -> Result<(), RunDirError> {
-        let path = dir.join(NAME);
-        let Some(file) = open(&path)? else {
-            return Ok(());
-        };
-        let remove = || -> io::Result<()> {
-            let _table = table(&file)?;
-            let is_used = file.metadata()?.len() >= Shared::BYTES as u64 && {
-                let shared = Shared::map(&file)?;
-                is_in_use(&file, &shared)?
-            };
-            if !is_used && is_still_named(&file, &path) {
-                std::fs::remove_file(&path)?;
-            }
-            Ok(())
-        };
-        remove().map_err(io_error("removal", &path))
-    }
-}
-
-fn open(path: &Path) -> Result<Option<File>, RunDirError> {
-    match open_regular(OpenOptions::new().read(true).write(true), path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        opened => opened.map(Some).map_err(io_error("opening", path)),
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
+    use std::time::{Duration, Instant};
+
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    use sublet_protocol::identity::TenantName;
+    use sublet_protocol::run_dir::{RunDir, pause_thread};
+    use sublet_stage::apart::{in_own_process, make_fifo, without_waiting};
     use vmm_pool::budget::Figure;
     use vmm_pool::driver::DeviceUuid;
 
+    use std::path::Path;
+
     use super::*;
-    use crate::run_dir::tests::{name, run_dir};
 
     const GPU: Gpu = Gpu {
         uuid: DeviceUuid([7; 16]),
@@ -345,7 +279,8 @@ mod tests {
     };
 
     fn dir(base: &tempfile::TempDir) -> TenantDir {
-        run_dir(base).tenant(&name("train")).unwrap()
+        let run_dir = RunDir::open(Some(base.path().join("run")), None).unwrap();
+        run_dir.tenant(&TenantName::new("train").unwrap()).unwrap()
     }
 
     fn budgets(text: &str) -> Budgets {
@@ -404,7 +339,7 @@ mod tests {
         assert_eq!(next.budgets().unwrap(), budgets("0=20"));
         drop(next);
         assert!(BudgetFile::existing(&dir).unwrap().is_none());
-        BudgetFile::remove_unused(dir.path()).unwrap();
+        dir.remove_stale().map(drop).unwrap();
         assert!(!looks.is_named());
     }
 
@@ -414,7 +349,7 @@ mod tests {
         let dir = dir(&base);
         let editor = BudgetFile::edit(&dir).unwrap();
         editor.change(&budgets("0=30")).unwrap();
-        BudgetFile::remove_unused(dir.path()).unwrap();
+        dir.remove_stale().map(drop).unwrap();
         assert!(editor.is_named());
         let (joins, _) = process(&dir, "0=50");
         assert_eq!(joins.budgets().unwrap(), budgets("0=30"));
@@ -432,7 +367,7 @@ mod tests {
         let dir = dir(&base);
         let ((one, _), (other, _)) = (process(&dir, "0=100"), process(&dir, "0=100"));
         assert!(one.is_named() && one.is_whole());
-        File::options().write(true).open(dir.path().join(NAME)).unwrap().set_len(0).unwrap();
+        File::options().write(true).open(dir.path().join(COUNTS_NAME)).unwrap().set_len(0).unwrap();
         assert!(!one.is_whole() && !one.is_named());
         let (next, _) = process(&dir, "0=100");
         assert!(!other.is_named(), "it moves to the new one");
@@ -445,9 +380,9 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let dir = dir(&base);
         let (first, _) = process(&dir, "0=50");
-        let path = dir.path().join(NAME);
-        let opened = open(&path).unwrap().unwrap();
-        let held = table(&opened).unwrap();
+        let path = dir.path().join(COUNTS_NAME);
+        let opened = open_if_there(&path).unwrap().unwrap();
+        let held = StretchLock::take(&opened, CHANGING).unwrap();
         let waiting = std::thread::scope(|threads| {
             let joining = threads.spawn(|| process(&dir, "0=50"));
             let is_waiting = || {
@@ -455,14 +390,47 @@ mod tests {
                 let links = found.filter_map(|entry| std::fs::read_link(entry.path()).ok());
                 links.filter(|link| *link == path).count() == 3
             };
-            let deadline = Instant::now() + TABLE_TIMEOUT / 2;
+            let deadline = Instant::now() + Duration::from_millis(2500);
             while !is_waiting() && Instant::now() < deadline {
-                pause_thread(BACK_OFF);
+                pause_thread(Duration::from_millis(1));
             }
             std::fs::remove_file(&path).unwrap();
             drop(held);
             joining.join().unwrap()
         });
         assert!(waiting.0.is_named() && !first.is_named());
+    }
+
+    #[test]
+    fn a_file_beyond_the_limit_of_its_process_is_an_error_and_no_signal() {
+        const TEST: &str =
+            "file::tests::a_file_beyond_the_limit_of_its_process_is_an_error_and_no_signal";
+        if !in_own_process(TEST) {
+            return;
+        }
+        let base = tempfile::tempdir().unwrap();
+        let dir = dir(&base);
+        let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
+        setrlimit(Resource::RLIMIT_FSIZE, 1500, hard).unwrap();
+        let error = BudgetFile::join(&dir, Some(&budgets("0=50"))).unwrap_err();
+        let RunDirError::Io { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source.raw_os_error(), Some(libc::EFBIG), "{source}");
+        setrlimit(Resource::RLIMIT_FSIZE, hard, hard).unwrap();
+    }
+
+    #[test]
+    fn a_pipe_or_a_link_in_the_place_of_the_file_makes_nobody_wait_and_leads_nowhere() {
+        without_waiting(|| {
+            let base = tempfile::tempdir().unwrap();
+            let link = |path: &Path| symlink(base.path().join("made"), path).unwrap();
+            for make in [&make_fifo as &dyn Fn(&Path), &link] {
+                let dir = dir(&base);
+                make(&dir.path().join(COUNTS_NAME));
+                let error = BudgetFile::join(&dir, None).unwrap_err();
+                assert!(error.to_string().contains("no regular file"), "{error}");
+                std::fs::remove_dir_all(dir.path()).unwrap();
+            }
+            assert!(!base.path().join("made").exists());
+        });
     }
 }

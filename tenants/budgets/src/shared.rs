@@ -19,13 +19,14 @@ use std::io;
 
 use memmap2::MmapRaw;
 
-use super::slots::{self, Full, Slot};
-use super::{Figure, OverBudget};
-use crate::driver::DeviceUuid;
 use sublet_sync::sync::{AtomicU64, Ordering};
+use vmm_pool::budget::{Figure, OverBudget};
+use vmm_pool::driver::DeviceUuid;
+
+use super::slots::{self, Full, Slot};
 
 /// GPUs that one tenant can have budgets for.
-pub const GPUS_MAX: usize = 64;
+pub(crate) const GPUS_MAX: usize = 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"sublet\x01b");
 const MAGIC_AT: usize = 0;
@@ -38,37 +39,37 @@ const NO_BUDGET: u64 = u64::MAX;
 
 /// A GPU that some process of the tenant has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gpu {
+pub(crate) struct Gpu {
     /// Its identity, as the driver gives it.
-    pub uuid: DeviceUuid,
+    pub(crate) uuid: DeviceUuid,
     /// Its number on this machine, where that is known.
-    pub index: Option<u32>,
+    pub(crate) index: Option<u32>,
     /// All of its memory, in bytes; 0 where that is not known.
-    pub total_bytes: u64,
+    pub(crate) total_bytes: u64,
     /// The budget of the tenant on this GPU, and the amount it holds there.
-    pub figure: Figure,
+    pub(crate) figure: Figure,
 }
 
 /// The mapped file. Every access is atomic, so that nothing another process writes there can be a fault here.
 #[derive(Debug)]
-pub struct Shared {
+pub(crate) struct Shared {
     map: MmapRaw,
 }
 
 impl Shared {
     /// Slots, and thus processes, of one tenant.
-    pub const SLOTS_MAX: usize = 1024;
+    pub(crate) const SLOTS_MAX: usize = 1024;
     /// The part of the file that is left to the caller: offset and size in bytes.
-    pub const CALLERS: (u64, usize) = (4096, 4096);
+    pub(crate) const CALLERS: (u64, usize) = (4096, 4096);
     /// The size that the file must have, in bytes. Its disk must hold all of it: a write to a page that has no place
     /// there ends the process.
-    pub const BYTES: usize = SLOTS_AT + GPUS_MAX * Self::SLOTS_MAX * size_of::<Slot>();
+    pub(crate) const BYTES: usize = SLOTS_AT + GPUS_MAX * Self::SLOTS_MAX * size_of::<Slot>();
 
     /// Maps `file`.
     ///
     /// # Errors
     /// The error of the system; `InvalidData` where the file is too short.
-    pub fn map(file: &File) -> io::Result<Self> {
+    pub(crate) fn map(file: &File) -> io::Result<Self> {
         if file.metadata()?.len() < Self::BYTES as u64 {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -76,12 +77,12 @@ impl Shared {
     }
 
     /// Is this what [`Shared::begin`] has made?
-    pub fn is_begun(&self) -> bool {
+    pub(crate) fn is_begun(&self) -> bool {
         self.word(MAGIC_AT).load(Ordering::SeqCst) == MAGIC
     }
 
     /// Makes it what it must be. The file is new, and nobody else has it.
-    pub fn begin(&self) {
+    pub(crate) fn begin(&self) {
         self.word(MAGIC_AT).store(MAGIC, Ordering::SeqCst);
     }
 
@@ -110,25 +111,25 @@ impl Shared {
     }
 
     /// Returns the number of slots that have ever been used.
-    pub fn slots_used(&self) -> usize {
+    pub(crate) fn slots_used(&self) -> usize {
         let used = self.word(SLOTS_USED_AT).load(Ordering::SeqCst);
         usize::try_from(used).unwrap_or(Self::SLOTS_MAX).min(Self::SLOTS_MAX)
     }
 
     /// `slot` is somebody's from now on; what its last owner held is forgotten. Under the lock of the caller's file.
-    pub fn open_slot(&self, slot: usize) {
+    pub(crate) fn open_slot(&self, slot: usize) {
         self.clear_slot(slot);
         self.word(SLOTS_USED_AT).fetch_max(slot as u64 + 1, Ordering::SeqCst);
     }
 
     /// Does `slot` hold anything, or ask for it, anywhere?
-    pub fn is_slot_used(&self, slot: usize) -> bool {
+    pub(crate) fn is_slot_used(&self, slot: usize) -> bool {
         let mut of_gpus = (0..self.gpus_used()).filter_map(|gpu| self.all_slots(gpu).get(slot));
         of_gpus.any(slots::is_used)
     }
 
     /// The process of `slot` is no more.
-    pub fn clear_slot(&self, slot: usize) {
+    pub(crate) fn clear_slot(&self, slot: usize) {
         for gpu in 0..self.gpus_used() {
             self.all_slots(gpu).get(slot).into_iter().for_each(slots::clear);
         }
@@ -140,7 +141,7 @@ impl Shared {
     }
 
     /// The GPUs that are known, in the order of their places.
-    pub fn gpus(&self) -> Vec<Gpu> {
+    pub(crate) fn gpus(&self) -> Vec<Gpu> {
         (0..self.gpus_used()).map(|gpu| self.gpu(gpu)).collect()
     }
 
@@ -157,12 +158,12 @@ impl Shared {
     }
 
     /// The place of a GPU.
-    pub fn find(&self, uuid: DeviceUuid) -> Option<usize> {
+    pub(crate) fn find(&self, uuid: DeviceUuid) -> Option<usize> {
         self.gpus().iter().position(|gpu| gpu.uuid == uuid)
     }
 
     /// A place for a GPU that has none; `None` where there is no room. Under the lock of the caller's file.
-    pub fn add(&self, gpu: &Gpu) -> Option<usize> {
+    pub(crate) fn add(&self, gpu: &Gpu) -> Option<usize> {
         let place = self.gpus_used();
         if place >= GPUS_MAX {
             return None;
@@ -183,7 +184,7 @@ impl Shared {
     }
 
     /// From now on no more than this may be held on the GPU at `gpu`, in bytes. What is held already stays.
-    pub fn set_budget(&self, gpu: usize, budget_bytes: Option<u64>) {
+    pub(crate) fn set_budget(&self, gpu: usize, budget_bytes: Option<u64>) {
         let value = budget_bytes.unwrap_or(NO_BUDGET);
         self.word(GPUS_AT + gpu * GPU_BYTES + 16).store(value, Ordering::SeqCst);
     }
@@ -193,7 +194,7 @@ impl Shared {
     }
 
     /// Returns the budget of the GPU at `gpu`, and the amount held on it.
-    pub fn figure(&self, gpu: usize) -> Figure {
+    pub(crate) fn figure(&self, gpu: usize) -> Figure {
         let budget_bytes = self.budget(gpu);
         Figure {
             budget_bytes: (budget_bytes != NO_BUDGET).then_some(budget_bytes),
@@ -205,7 +206,7 @@ impl Shared {
     ///
     /// # Errors
     /// [`OverBudget`]; nothing is taken.
-    pub fn take(&self, gpu: usize, slot: usize, size_bytes: u64) -> Result<(), OverBudget> {
+    pub(crate) fn take(&self, gpu: usize, slot: usize, size_bytes: u64) -> Result<(), OverBudget> {
         let budget_bytes = self.budget(gpu);
         if budget_bytes == NO_BUDGET {
             self.take_anyway(gpu, slot, size_bytes);
@@ -216,12 +217,12 @@ impl Shared {
     }
 
     /// As [`Shared::take`], whether it fits or not.
-    pub fn take_anyway(&self, gpu: usize, slot: usize, size_bytes: u64) {
+    pub(crate) fn take_anyway(&self, gpu: usize, slot: usize, size_bytes: u64) {
         slots::take_anyway(self.slots(gpu), slot, size_bytes);
     }
 
     /// Gives back what `slot` has taken.
-    pub fn give_back(&self, gpu: usize, slot: usize, size_bytes: u64) {
+    pub(crate) fn give_back(&self, gpu: usize, slot: usize, size_bytes: u64) {
         slots::give_back(self.slots(gpu), slot, size_bytes);
     }
 }
@@ -291,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "a measurement, in a release build: cargo test -p vmm-pool --release taking_and_giving -- --ignored --nocapture"]
+    #[ignore = "a measurement, in a release build: cargo test -p sublet-budgets --release taking_and_giving -- --ignored --nocapture"]
     #[expect(clippy::print_stdout, reason = "prints what it measures")]
     fn what_taking_and_giving_back_costs() {
         const TURNS: u32 = 1_000_000;

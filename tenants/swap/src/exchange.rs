@@ -42,7 +42,7 @@ pub(super) enum Move {
 /// See the head of this module.
 #[derive(Debug)]
 pub(super) struct Exchange {
-    window_bytes: u64,
+    pub(super) window_bytes: u64,
     devices: BTreeMap<String, Device>,
     leaving: Vec<Leaver>,
     coming: Vec<Comer>,
@@ -199,10 +199,6 @@ impl Exchange {
             coming: comers.collect(),
             is_coming_over: false,
         }
-    }
-
-    pub(super) fn window_bytes(&self) -> u64 {
-        self.window_bytes
     }
 
     /// When the last step of those that leave saves what is left.

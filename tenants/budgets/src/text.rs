@@ -4,15 +4,13 @@
 //! with that identity; several are joined by commas. A number means the same GPU in every process of a tenant and in every
 //! shell, whatever `CUDA_VISIBLE_DEVICES` makes of the order there: budgets of several tenants are about one machine.
 
-pub mod gpus;
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
 use vmm_pool::driver::DeviceUuid;
 
-use crate::size::Size;
+use sublet_protocol::size::Size;
 
 /// The environment variable that has the budgets of a tenant's processes.
 pub const BUDGET_VARIABLE: &str = "SUBLET_BUDGET";
@@ -213,6 +211,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::gpus;
 
     const UUID: DeviceUuid = DeviceUuid([0x6a; 16]);
 

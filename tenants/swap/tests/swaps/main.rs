@@ -1,23 +1,27 @@
 //! Swaps that overlap, over members that do what they are told, or not, at each stage.
 
-use std::os::fd::OwnedFd;
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
 
-use super::*;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+
+use sublet_coordinator::*;
+use sublet_protocol::identity::MemberId;
 use sublet_protocol::run_dir::RunDir;
-use sublet_protocol::wire::Action;
+use sublet_protocol::wire::{Action, FailureKind, MemberState, Phase};
+use sublet_stage::fake::{Line, World, impatient, options, quiet, tenant};
 use sublet_stage::job::SOON;
+use sublet_stage::script::{
+    Deed, Fault, GIB, PAUSE, RELEASE_WINDOW, RESTORE_WINDOW, RESUME, Script, active, paused, report,
+};
+use sublet_swap::{Swap, swap};
 
 /// Eight stages of one process.
 const WINDOW: u64 = GIB / 8;
 
-fn patient() -> Options {
-    Options { window_bytes: Some(WINDOW), ..options() }
-}
-
 /// No longer than it takes for one that is silent, and the others to answer on a busy machine.
 fn waiting_for(fault: Fault) -> Options {
-    let options = if fault == Fault::Silent { impatient() } else { options() };
-    Options { window_bytes: Some(WINDOW), ..options }
+    if fault == Fault::Silent { impatient() } else { options() }
 }
 
 /// Tenant `train` with these members, and `infer` with those, whose ids count from 5.
@@ -42,10 +46,7 @@ fn small(script: Script) -> Script {
 
 /// The part of the usual size, of members and of windows.
 const SMALL: u64 = 64;
-
-fn in_small_windows(fault: Fault) -> Options {
-    Options { window_bytes: Some(WINDOW / SMALL), ..waiting_for(fault) }
-}
+const SMALL_WINDOW: Option<u64> = Some(WINDOW / SMALL);
 
 fn at(script: Script, deed: impl Into<Deed>, stage: usize, fault: Fault) -> Script {
     Script { fault_at: Some(stage), ..script.with(deed, fault) }
@@ -57,8 +58,12 @@ fn pair(run_dir: &RunDir, options: &Options) -> (Coordinator, Coordinator) {
 }
 
 fn swapped(world: &World, options: &Options) -> Result<Swap, Trouble> {
+    swapped_in(world, Some(WINDOW), options)
+}
+
+fn swapped_in(world: &World, window: Option<u64>, options: &Options) -> Result<Swap, Trouble> {
     let (mut from, mut to) = pair(&world.run_dir, options);
-    swap(&mut from, &mut to, &mut quiet)
+    swap(&mut from, &mut to, window, &mut quiet)
 }
 
 fn began(id: u64, deed: impl Into<Deed>) -> Line {
@@ -88,7 +93,7 @@ fn last_position(world: &World, what: &Line) -> usize {
 fn a_swap_overlaps_what_leaves_with_what_comes() {
     let slow = at(active(), RELEASE_WINDOW, 4, Fault::AfterBegan(5, RESTORE_WINDOW));
     let world = world(&[active(), slow], &[tight(0), tight(0)]);
-    let done = swapped(&world, &patient()).unwrap();
+    let done = swapped(&world, &options()).unwrap();
     let (out, back) = (report(done.paused), report(done.resumed));
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
     assert_eq!(world.states()[2..], [MemberState::Active; 2]);
@@ -120,7 +125,7 @@ fn a_swap_overlaps_what_leaves_with_what_comes() {
 fn without_room_for_both_no_device_holds_more_than_the_larger_and_a_window() {
     for free_bytes in [0, WINDOW / 2, WINDOW, GIB] {
         let world = world(&[active()], &[tight(free_bytes)]);
-        let done = swapped(&world, &patient()).unwrap();
+        let done = swapped(&world, &options()).unwrap();
         let (out, back) = (report(done.paused), report(done.resumed));
         let mut stages: Vec<_> =
             out.stages.iter().map(|stage| (stage.ended_us, false, stage.bytes)).collect();
@@ -139,7 +144,7 @@ fn without_room_for_both_no_device_holds_more_than_the_larger_and_a_window() {
 fn with_room_for_both_the_first_leaves_in_one_step_and_the_second_comes_meanwhile() {
     let slow = active().with(Phase::Release, Fault::AfterEnded(5, RESTORE_WINDOW));
     let world = world(&[slow], &[tight(GIB + WINDOW)]);
-    let done = swapped(&world, &patient()).unwrap();
+    let done = swapped(&world, &options()).unwrap();
     assert!(matches!(done.resumed, Outcome::Completed(_)));
     assert_eq!((times(&world, 1, RELEASE_WINDOW), times(&world, 1, Phase::Release)), (0, 1));
     assert_eq!(times(&world, 5, RESTORE_WINDOW), 1);
@@ -170,7 +175,7 @@ fn one_that_moves_memory_is_not_overdue_whatever_the_deadline() {
 #[test]
 fn small_tenants_are_asked_no_more_often_than_in_a_pause_and_a_resume() {
     let world = world(&[active()], &[tight(0)]);
-    let done = swapped(&world, &Options { window_bytes: Some(GIB), ..patient() }).unwrap();
+    let done = swapped_in(&world, Some(GIB), &options()).unwrap();
     assert!(matches!(done.resumed, Outcome::Completed(_)));
     assert_eq!((world.phases_of(1).len(), world.phases_of(5).len()), (PAUSE.len(), RESUME.len()));
 }
@@ -179,7 +184,7 @@ fn small_tenants_are_asked_no_more_often_than_in_a_pause_and_a_resume() {
 fn a_tenant_that_comes_to_other_devices_waits_for_nobody() {
     let world = world(&[active()], &[Script { uuid: "gpu-b", ..tight(2 * GIB) }]);
     let (out, back) = {
-        let done = swapped(&world, &patient()).unwrap();
+        let done = swapped(&world, &options()).unwrap();
         (report(done.paused), report(done.resumed))
     };
     assert_eq!((out.devices[0].uuid.as_str(), back.devices[0].uuid.as_str()), ("gpu-a", "gpu-b"));
@@ -191,7 +196,7 @@ fn a_tenant_that_comes_to_other_devices_waits_for_nobody() {
 fn a_process_without_device_memory_takes_part() {
     let empty = || Script { holds_bytes: 0, ..paused() };
     let world = world(&[active(), Script { holds_bytes: 0, ..active() }], &[tight(0), empty()]);
-    let done = swapped(&world, &patient()).unwrap();
+    let done = swapped(&world, &options()).unwrap();
     assert!(matches!(done.resumed, Outcome::Completed(_)));
     assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
     assert_eq!(world.states()[2..], [MemberState::Active; 2]);
@@ -201,11 +206,11 @@ fn a_process_without_device_memory_takes_part() {
 #[test]
 fn a_swap_where_only_one_moves_is_a_pause_or_a_resume() {
     let one = world(&[paused()], &[tight(5 * GIB)]);
-    let done = swapped(&one, &patient()).unwrap();
+    let done = swapped(&one, &options()).unwrap();
     assert_eq!(done.paused, Outcome::AlreadyPaused { stays: Vec::new() });
     assert_eq!(one.phases_of(5), RESUME);
     let other = world(&[active()], &[active()]);
-    let done = swapped(&other, &patient()).unwrap();
+    let done = swapped(&other, &options()).unwrap();
     assert_eq!(done.resumed, Outcome::AlreadyActive);
     assert_eq!(other.phases_of(1), PAUSE);
     assert!(other.phases_of(5).is_empty());
@@ -215,7 +220,7 @@ fn a_swap_where_only_one_moves_is_a_pause_or_a_resume() {
 fn a_tenant_that_does_not_fit_stops_nobody() {
     // On a device of its own that nothing leaves.
     let world = world(&[active()], &[Script { uuid: "gpu-b", ..tight(GIB / 2) }]);
-    let error = swapped(&world, &patient()).unwrap_err();
+    let error = swapped(&world, &options()).unwrap_err();
     assert_eq!(error.missing_device_bytes(), Some(GIB / 2));
     assert!(
         error.is_about(&tenant("infer")) && error.is_retryable() && error.left_unchanged(),
@@ -273,7 +278,7 @@ fn a_second_tenant_that_fails_at_any_stage_is_undone_and_the_first_runs_again() 
             let failing = at(small(large), phase, stage, fault);
             let other = Script { holds_bytes: 0, ..paused() };
             let world = world(&[small(active()), small(active())], &[failing, other]);
-            let error = swapped(&world, &in_small_windows(fault)).unwrap_err();
+            let error = swapped_in(&world, SMALL_WINDOW, &waiting_for(fault)).unwrap_err();
             let Trouble::WentBack { source, losses, .. } = &error else {
                 panic!("{phase:?} {stage} {fault:?}: {error}")
             };
@@ -299,7 +304,7 @@ fn one_that_dies_while_it_leaves_is_reported_and_the_second_comes() {
     for (phase, stage) in [(RELEASE_WINDOW, 0), (RELEASE_WINDOW, 3), (Phase::Release.into(), 0)] {
         let dying = at(active(), phase, stage, Fault::Die);
         let world = world(&[active(), dying], &[tight(0)]);
-        let done = swapped(&world, &patient()).unwrap();
+        let done = swapped(&world, &options()).unwrap();
         let out = report(done.paused);
         assert_eq!(out.losses.len(), 1, "{phase:?} {stage}");
         assert_eq!(out.losses[0].step, Step::Phase(phase.phase()));
@@ -311,7 +316,7 @@ fn one_that_dies_while_it_leaves_is_reported_and_the_second_comes() {
 fn one_that_is_silent_while_it_leaves_holds_nobody_up_for_ever() {
     let silent = at(small(active()), RELEASE_WINDOW, 1, Fault::Silent);
     let world = world(&[small(active()), silent], &[small(tight(0))]);
-    let out = report(swapped(&world, &in_small_windows(Fault::Silent)).unwrap().paused);
+    let out = report(swapped_in(&world, SMALL_WINDOW, &waiting_for(Fault::Silent)).unwrap().paused);
     assert_eq!(out.losses.len(), 1);
     assert_eq!((world.state(1), world.state(5)), (MemberState::Paused, MemberState::Active));
 }
@@ -321,7 +326,7 @@ fn one_that_cannot_do_a_stage_is_told_to_release_what_is_left() {
     for stage in [0, 2] {
         let failing = at(active(), RELEASE_WINDOW, stage, Fault::Fail(FailureKind::Driver));
         let world = world(&[active(), failing], &[tight(0)]);
-        let out = report(swapped(&world, &patient()).unwrap().paused);
+        let out = report(swapped(&world, &options()).unwrap().paused);
         assert!(out.losses.is_empty());
         assert!(out.notes.iter().any(|note| note.contains("was not released at first")), "{out:?}");
         assert_eq!(world.states()[..2], [MemberState::Paused; 2]);
@@ -347,7 +352,7 @@ fn a_first_tenant_that_comes_back_slowly_has_the_time_of_an_undo() {
     let failing = tight(0).with(RESTORE_WINDOW, Fault::Fail(FailureKind::Driver));
     let world = world(&[slow], &[failing]);
     let options = Options { finish_timeout: SOON, ..impatient() };
-    let error = swapped(&world, &options).unwrap_err();
+    let error = swapped_in(&world, None, &options).unwrap_err();
     assert!(matches!(error, Trouble::WentBack { .. }), "{error}");
     assert_eq!((world.state(1), world.state(5)), (MemberState::Active, MemberState::Paused));
 }
@@ -357,7 +362,7 @@ fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
     let stuck = active().with(Phase::Create, Fault::Fail(FailureKind::Driver));
     let failing = tight(0).with(RESTORE_WINDOW, Fault::Fail(FailureKind::Driver));
     let world = world(&[stuck], &[failing]);
-    let error = swapped(&world, &patient()).unwrap_err();
+    let error = swapped(&world, &options()).unwrap_err();
     let Trouble::NotBack { resume, source, .. } = &error else { panic!("{error}") };
     assert_eq!(resume.failures()[0].step, Step::Phase(Phase::Create));
     assert_eq!(source.failures()[0].step, Step::Phase(Phase::Restore));
@@ -376,14 +381,14 @@ fn a_first_tenant_that_cannot_come_back_is_named_beside_the_cause() {
 /// Swaps, and calls it off where `at` says so.
 fn called_off(world: &World, at: impl Fn(&Event<'_>) -> bool) -> Trouble {
     let (interrupt, raise): (Interrupt, OwnedFd) = Interrupt::new().unwrap();
-    let options = Options { interrupt: Some(interrupt), ..patient() };
+    let options = Options { interrupt: Some(interrupt), ..options() };
     let (mut from, mut to) = pair(&world.run_dir, &options);
     let mut tell = |event: Event<'_>| {
         if at(&event) {
             nix::unistd::write(&raise, &[1]).unwrap();
         }
     };
-    swap(&mut from, &mut to, &mut tell).unwrap_err()
+    swap(&mut from, &mut to, Some(WINDOW), &mut tell).unwrap_err()
 }
 
 #[test]
@@ -415,10 +420,12 @@ fn a_swap_called_off_is_undone_wherever_it_is() {
 fn two_swaps_the_opposite_way_take_turns() {
     let world = world(&[active()], &[tight(0)]);
     std::thread::scope(|scope| {
-        let (mut from, mut to) = pair(&world.run_dir, &patient());
-        let there = scope.spawn(move || swap(&mut from, &mut to, &mut quiet).map(drop));
-        let (mut to, mut from) = pair(&world.run_dir, &patient());
-        let back = scope.spawn(move || swap(&mut from, &mut to, &mut quiet).map(drop));
+        let (mut from, mut to) = pair(&world.run_dir, &options());
+        let there =
+            scope.spawn(move || swap(&mut from, &mut to, Some(WINDOW), &mut quiet).map(drop));
+        let (mut to, mut from) = pair(&world.run_dir, &options());
+        let back =
+            scope.spawn(move || swap(&mut from, &mut to, Some(WINDOW), &mut quiet).map(drop));
         there.join().unwrap().unwrap();
         back.join().unwrap().unwrap();
     });
@@ -426,4 +433,20 @@ fn two_swaps_the_opposite_way_take_turns() {
     let either =
         [(MemberState::Paused, MemberState::Active), (MemberState::Active, MemberState::Paused)];
     assert!(either.contains(&states), "{states:?}");
+}
+
+#[test]
+fn a_swap_with_a_tenant_that_is_not_there_pauses_nothing() {
+    let world = World::of(&[active()]);
+    let mut from = world.coordinator();
+    let mut to = Coordinator::new(world.run_dir.clone(), tenant("infer"), options());
+    let error = swap(&mut from, &mut to, None, &mut quiet).unwrap_err();
+    assert!(error.is_gone() && error.is_about(&tenant("infer")), "{error}");
+    assert!(world.lines().is_empty());
+    // One whose processes are all dead is not there either.
+    let dir = world.run_dir.tenant(&tenant("infer")).unwrap();
+    drop(UnixListener::bind(dir.socket_path(MemberId(7)).unwrap()).unwrap());
+    let error = swap(&mut from, &mut to, None, &mut quiet).unwrap_err();
+    assert!(error.is_gone() && error.is_about(&tenant("infer")), "{error}");
+    assert!(world.lines().is_empty());
 }

@@ -5,20 +5,24 @@
 //! joining, if budgets are given or others count, or when `sublet budget` asks. When counting begins, the memory that
 //! is there already is charged.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
-use vmm_pool::Pool;
-use vmm_pool::budget::{Account, Entry, Figure, Gpu, OverBudget, Shared};
-use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver};
-use vmm_pool::sync::lock;
-
-use super::failures::PID;
-use super::{notes::Notes, presence::Presence};
+use sublet_member::{Counted, Counting, PID};
 use sublet_protocol::error_text::chain;
 use sublet_protocol::identity::TenantName;
-use sublet_protocol::run_dir::{self, BudgetFile, RunDirError};
+use sublet_protocol::run_dir::RunDirError;
+use sublet_protocol::run_dir::files::COUNTS_NAME;
 use sublet_protocol::wire::{FailureKind, Reply};
+use vmm_pool::Pool;
+use vmm_pool::budget::{Account, Entry, Figure, OverBudget};
+use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver, PciAddress};
+use vmm_pool::sync::lock;
+
+use super::Budgets;
+use super::file::BudgetFile;
+use super::shared::{Gpu, Shared};
 
 /// The memory that this process holds, counted in the tenant's file. The share lives as long as the process.
 #[derive(Debug)]
@@ -158,120 +162,58 @@ fn places_in(file: &BudgetFile, gpus: &[Option<Gpu>]) -> Result<Vec<Option<usize
     Ok(gpus.iter().map(place).collect())
 }
 
+/// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
+pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {
+    run_dir.join(tenant.as_str()).join(COUNTS_NAME).exists()
+}
+
+/// The tenant's figure for a GPU, by what `pool` counts against: what it may hold, and what it holds. None where nothing counts, or
+/// the process does not see that GPU. Asks the driver for its devices' identities.
+pub fn figure_of<D: Driver>(pool: &Pool<D>, uuid: DeviceUuid) -> Option<Figure> {
+    if !pool.budget().counts() {
+        return None;
+    }
+    let driver = pool.driver();
+    let is_it = |device: &DeviceOrdinal| driver.device_uuid(*device) == Ok(uuid);
+    let device = (0..driver.device_count().ok()?).map(DeviceOrdinal).find(is_it)?;
+    pool.budget().figure(device)
+}
+
+/// The function that tells the number of a device on this machine, where that is known.
+type GpuIndex = fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>;
+
 /// This process's share of the tenant's budgets, if it counts. Its lock is held while it begins to count, which waits for
 /// other processes.
 #[derive(Debug)]
-pub struct Counting<D: Driver> {
-    pool: Arc<Pool<D>>,
-    presence: Arc<Presence>,
-    notes: Arc<Notes>,
+pub struct Counts {
+    budgets: Option<Budgets>,
+    gpu_index: GpuIndex,
+    device_bytes: fn(DeviceOrdinal) -> u64,
     share: Mutex<Option<Arc<Share>>>,
 }
 
-impl<D: Driver> Counting<D> {
-    pub(super) fn new(pool: Arc<Pool<D>>, presence: Arc<Presence>, notes: Arc<Notes>) -> Self {
-        Self { pool, presence, notes, share: Mutex::default() }
-    }
-
+impl Counting for Counts {
     /// Counts from its first allocation on, where budgets are given or others of its tenant count.
-    pub(super) fn begin(&self) {
-        match self.count() {
-            Ok(true) => self.note_other_budgets(),
+    fn begin(&self, process: &dyn Counted) {
+        match self.count(process) {
+            Ok(true) => self.note_other_budgets(process),
             Ok(false) => {}
             Err(error) => {
-                let budgets = self.presence.config().budgets.as_ref().map(ToString::to_string);
-                let budgets = budgets.unwrap_or_default();
-                self.notes.add(format!("no budget is kept to ({budgets}): {error}"));
+                let budgets = self.budgets.clone().unwrap_or_default();
+                // The tenant's file of budgets cannot be used, and this process holds what it likes: see to the file, and run `sublet budget`.
+                process.notes().add(format!("no budget is kept to ({budgets}): {error}"));
             }
         }
     }
 
-    /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
-    /// Asks the driver, with no lock held, where it has a place to take; waits for other processes for moments.
-    fn count(&self) -> Result<bool, RunDirError> {
-        let budgets = self.presence.config().budgets.as_ref();
-        let has_place = lock(&self.share).as_ref().map(|share| share.is_named());
-        if has_place.unwrap_or_else(|| budgets.is_none() && !self.others_count()) {
-            return Ok(has_place.is_some());
-        }
-        let gpus = self.gpus();
-        let mut present = lock(&self.share);
-        if let Some(share) = &*present {
-            if !share.is_named() {
-                self.count_again(share, &gpus)?;
-            }
-            return Ok(true);
-        }
-        let Some((file, slot)) = BudgetFile::join(self.presence.dir(), budgets)? else {
-            return Ok(false);
-        };
-        let places = places_in(&file, &gpus)?;
-        let share = Arc::new(Share {
-            tenant: self.presence.tenant().clone(),
-            held: places.iter().map(|_| AtomicU64::new(0)).collect(),
-            seat: RwLock::new(Seat { file, slot, places }),
-            turn: Mutex::default(),
-            said: AtomicU64::new(0),
-        });
-        if self.pool.count_against(Arc::clone(&share) as Arc<dyn Account>) {
-            *present = Some(share);
-        }
-        Ok(present.is_some())
-    }
-
-    /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
-    /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
-    fn count_again(&self, share: &Share, gpus: &[Option<Gpu>]) -> Result<(), RunDirError> {
-        let found = share.seat().file.budgets();
-        let budgets = found.or_else(|error| self.presence.config().budgets.clone().ok_or(error))?;
-        let Some((file, slot)) = BudgetFile::join(self.presence.dir(), Some(&budgets))? else {
-            return Ok(());
-        };
-        if file.budgets()?.is_empty() {
-            // The process that made it knew of none.
-            file.change(&budgets)?;
-        }
-        let places = places_in(&file, gpus)?;
-        share.move_to(Seat { file, slot, places });
-        self.notes.add(
-            "the file of the tenant's budgets had been removed or made shorter, and was made again"
-                .to_owned(),
-        );
-        Ok(())
-    }
-
-    /// Is there a file of the tenant's budgets that this process is to count in, and does not; or none, and it does? Does not block.
-    pub(super) fn is_due(&self) -> bool {
+    fn is_due(&self, process: &dyn Counted) -> bool {
         self.share.try_lock().is_ok_and(|share| {
-            share.as_ref().map_or_else(|| self.others_count(), |share| !share.is_named())
+            share.as_ref().map_or_else(|| others_count(process), |share| !share.is_named())
         })
     }
 
-    fn others_count(&self) -> bool {
-        run_dir::may_count(self.presence.run_dir().path(), self.presence.tenant())
-    }
-
-    /// Does this process count what it holds? Not while it begins to; does not block.
-    pub fn is_on(&self) -> bool {
-        self.share.try_lock().is_ok_and(|share| share.is_some())
-    }
-
-    /// Returns the tenant's figure for a GPU: what it may hold, and what it holds. None where this process does not
-    /// count, or does not see that GPU. Asks the driver for its devices' identities.
-    pub fn figure_of(&self, uuid: DeviceUuid) -> Option<Figure> {
-        if !self.is_on() {
-            return None;
-        }
-        let driver = self.pool.driver();
-        let count = driver.device_count().ok()?;
-        let is_it = |device: &DeviceOrdinal| driver.device_uuid(*device) == Ok(uuid);
-        let device = (0..count).map(DeviceOrdinal).find(is_it)?;
-        self.pool.budget().figure(device)
-    }
-
-    /// See [`sublet_protocol::wire::Count`].
-    pub(super) fn run(&self) -> Reply {
-        match self.count() {
+    fn run(&self, process: &dyn Counted) -> Reply {
+        match self.count(process) {
             Ok(true) => Reply::Counts,
             Ok(false) => Reply::Failed(
                 // The tenant has no budget, so nothing counts its memory. Nothing was changed. `sublet budget TENANT
@@ -283,30 +225,102 @@ impl<D: Driver> Counting<D> {
             ),
         }
     }
+}
+
+fn others_count(process: &dyn Counted) -> bool {
+    let presence = process.presence();
+    may_count(presence.run_dir().path(), presence.tenant())
+}
+
+impl Counts {
+    /// Of one process, which has them in its [`sublet_member::MemberConfig`]: with `budgets` where it is the first to count. What
+    /// `device_bytes` says, all memory of a device in bytes or 0, is asked once a device, when counting begins.
+    pub fn of(
+        budgets: Option<Budgets>,
+        gpu_index: GpuIndex,
+        device_bytes: fn(DeviceOrdinal) -> u64,
+    ) -> Arc<Self> {
+        Arc::new(Self { budgets, gpu_index, device_bytes, share: Mutex::default() })
+    }
+
+    /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
+    /// Asks the driver, with no lock held, where it has a place to take; waits for other processes for moments.
+    fn count(&self, process: &dyn Counted) -> Result<bool, RunDirError> {
+        let budgets = self.budgets.as_ref();
+        let has_place = lock(&self.share).as_ref().map(|share| share.is_named());
+        if has_place.unwrap_or_else(|| budgets.is_none() && !others_count(process)) {
+            return Ok(has_place.is_some());
+        }
+        let gpus = self.gpus(process);
+        let mut present = lock(&self.share);
+        if let Some(share) = &*present {
+            if !share.is_named() {
+                self.count_again(process, share, &gpus)?;
+            }
+            return Ok(true);
+        }
+        let Some((file, slot)) = BudgetFile::join(process.presence().dir(), budgets)? else {
+            return Ok(false);
+        };
+        let places = places_in(&file, &gpus)?;
+        let share = Arc::new(Share {
+            tenant: process.presence().tenant().clone(),
+            held: places.iter().map(|_| AtomicU64::new(0)).collect(),
+            seat: RwLock::new(Seat { file, slot, places }),
+            turn: Mutex::default(),
+            said: AtomicU64::new(0),
+        });
+        if process.count_against(Arc::clone(&share) as Arc<dyn Account>) {
+            *present = Some(share);
+        }
+        Ok(present.is_some())
+    }
+
+    /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
+    /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
+    fn count_again(
+        &self,
+        process: &dyn Counted,
+        share: &Share,
+        gpus: &[Option<Gpu>],
+    ) -> Result<(), RunDirError> {
+        let found = share.seat().file.budgets();
+        let budgets = found.or_else(|error| self.budgets.clone().ok_or(error))?;
+        let Some((file, slot)) = BudgetFile::join(process.presence().dir(), Some(&budgets))? else {
+            return Ok(());
+        };
+        if file.budgets()?.is_empty() {
+            // The process that made it knew of none.
+            file.change(&budgets)?;
+        }
+        let places = places_in(&file, gpus)?;
+        share.move_to(Seat { file, slot, places });
+        process.notes().add(
+            "the file of the tenant's budgets had been removed or made shorter, and was made again"
+                .to_owned(),
+        );
+        Ok(())
+    }
 
     /// The devices of this process, by their ordinals, as far as the driver says which they are.
-    fn gpus(&self) -> Vec<Option<Gpu>> {
-        let driver = self.pool.driver();
-        let count = driver.device_count().unwrap_or(0);
-        let gpu = |ordinal: i32| {
-            let device = DeviceOrdinal(ordinal);
-            let uuid = driver.device_uuid(device).ok()?;
-            let index =
-                (self.presence.config().gpu_index)(device, self.pool.devices().pci_address(device));
-            let total_bytes = (self.presence.config().device_bytes)(device);
-            let figure = Figure { budget_bytes: None, held_bytes: 0 };
+    fn gpus(&self, process: &dyn Counted) -> Vec<Option<Gpu>> {
+        let figure = Figure { budget_bytes: None, held_bytes: 0 };
+        let gpu = |(device, known): (DeviceOrdinal, Option<_>)| {
+            let (uuid, address) = known?;
+            let index = (self.gpu_index)(device, address);
+            let total_bytes = (self.device_bytes)(device);
             Some(Gpu { uuid, index, total_bytes, figure })
         };
-        (0..count).map(gpu).collect()
+        (0..).map(DeviceOrdinal).zip(process.gpus()).map(gpu).collect()
     }
 
     /// The tenant's budgets are those of its first process, or what they were changed to since.
-    fn note_other_budgets(&self) {
-        let Some(wanted) = &self.presence.config().budgets else { return };
-        let file = BudgetFile::existing(self.presence.dir()).ok().flatten();
+    fn note_other_budgets(&self, process: &dyn Counted) {
+        let Some(wanted) = &self.budgets else { return };
+        let file = BudgetFile::existing(process.presence().dir()).ok().flatten();
         let found = file.and_then(|file| file.budgets().ok());
         if let Some(found) = found.filter(|found| found != wanted) {
-            let tenant = self.presence.tenant();
+            let tenant = process.presence().tenant();
             tracing::info!(%tenant, %found, %wanted, "the tenant's budgets are others by now");
         }
     }

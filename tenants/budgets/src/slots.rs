@@ -75,7 +75,7 @@ pub fn take(slots: &[Slot], own: usize, size_bytes: u64, budget_bytes: u64) -> R
             all.and_then(|all| all.checked_add(size_bytes)).is_some_and(|all| all <= budget_bytes)
         };
         if fits(seen.asked) {
-            add(mine, size_bytes);
+            mine.held_bytes.fetch_add(size_bytes, Ordering::SeqCst);
             mine.asked_bytes.store(0, Ordering::SeqCst);
             return Ok(());
         }
@@ -95,12 +95,8 @@ pub fn take(slots: &[Slot], own: usize, size_bytes: u64, budget_bytes: u64) -> R
 /// Takes `size_bytes` for the process of slot `own`, whether it fits or not.
 pub fn take_anyway(slots: &[Slot], own: usize, size_bytes: u64) {
     if let Some(slot) = slots.get(own) {
-        add(slot, size_bytes);
+        slot.held_bytes.fetch_add(size_bytes, Ordering::SeqCst);
     }
-}
-
-fn add(slot: &Slot, size_bytes: u64) {
-    slot.held_bytes.fetch_add(size_bytes, Ordering::SeqCst);
 }
 
 /// Gives back what the process of slot `own` has taken.

@@ -4,17 +4,13 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::time::{Duration, Instant};
 
+use sublet_coordinator::{
+    Answer, Event, MemberFailure, Options, Peers, Round, Session, StageSummary, Step, Stop, Wait,
+    moving_time,
+};
 use vmm_pool::Schedule;
 
-use super::agreement::moving_time;
-use super::conversation::Wait;
 use super::exchange::{Exchange, Move};
-use super::options::Options;
-use super::peers::{Answer, Peers};
-use super::report::{Event, MemberFailure, StageSummary, Step};
-use super::round::Round;
-use super::session::Session;
-use super::trouble::Stop;
 use sublet_protocol::phase::Told;
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{Phase, PhaseReport, TakePhase, Window};
