@@ -93,7 +93,9 @@ mod tests {
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                said(&path, found);
+                if !path.ends_with("tests") {
+                    said(&path, found);
+                }
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let text = fs::read_to_string(&path).unwrap();
                 let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
@@ -110,17 +112,14 @@ mod tests {
     #[test]
     fn commands_in_messages_can_be_typed() {
         let mut found = Vec::new();
-        let tenants = ["protocol", "member", "coordinator", "deep", "cli"]
-            .map(|part| format!("tenants/{part}/src"));
-        for dir in tenants.iter().map(String::as_str).chain(["tenants/src", "ffi/src", "adapters"])
-        {
+        for dir in ["tenants", "ffi/src", "adapters"] {
             said(&root().join(dir), &mut found);
         }
         assert!(found.len() > 20, "{}", found.len());
         for (file, line) in found {
             let mut filled = String::new();
             let mut depth = 0;
-            for character in line.replace("{budgets}", "1GiB").chars() {
+            for character in line.replace("{wanted}", "1GiB").chars() {
                 match character {
                     '{' => depth += 1,
                     '}' => {
