@@ -9,8 +9,8 @@ use vmm_pool::driver::{AccessDesc, DeviceAddress, DriverCode, Location, VaRange}
 use vmm_pool::{Part, VirtualHandle};
 
 use super::{
-    AccessPlan, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, ROOM_BYTES, ROOM_UNIT_BYTES,
-    Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
+    AccessPlan, Before, CELL_BYTES_MAX, Cell, CellAt, Ended, Item, MapPlan, ROOM_BYTES,
+    ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
 };
 
 // Addresses are given out.
@@ -100,7 +100,7 @@ impl SlabTable {
             // It has become an allocation of its own just now, or has ended.
             return MapPlan::StandAlone;
         };
-        if self.late.contains(&handle) {
+        if self.cell_mut(handle).is_some_and(|cell| cell.before == Before::Late) {
             return MapPlan::Busy;
         }
         let otherwise = if found.can_leave { MapPlan::StandAlone } else { MapPlan::Odd };
@@ -122,7 +122,8 @@ impl SlabTable {
                 if key == found.slab && range.start.0 == base + found.part.offset_bytes =>
             {
                 self.set_mapped(range, handle);
-                let is_unclean = self.cell_mut(handle).is_some_and(|cell| cell.is_unclean);
+                let is_unclean =
+                    self.cell_mut(handle).is_some_and(|cell| cell.before == Before::Unclean);
                 if is_unclean { MapPlan::Clear } else { MapPlan::Done }
             }
             Under::Slab(key, base) => {
@@ -186,7 +187,7 @@ impl SlabTable {
     pub(crate) fn refill(&mut self, key: SlabKey, part: Part) -> Option<VirtualHandle> {
         self.slabs.get(&key).filter(|slab| self.is_free(slab, part, None))?;
         let handle = self.add_cell(key, part, true)?;
-        self.cell_mut(handle)?.is_unclean = true;
+        self.cell_mut(handle)?.before = Before::Unclean;
         Some(handle)
     }
 
@@ -207,7 +208,7 @@ impl SlabTable {
         self.take_cell(found.slab, found.part.offset_bytes);
         if let Some(slab) = self.slabs.get_mut(&key) {
             let cell = Cell::new(found.handle, part.size_bytes, found.references);
-            slab.put(part.offset_bytes, Cell { is_unclean: true, ..cell });
+            slab.put(part.offset_bytes, Cell { before: Before::Unclean, ..cell });
         }
         self.cells.insert(found.handle, (key, part.offset_bytes));
         true
@@ -255,7 +256,7 @@ impl SlabTable {
     pub(crate) fn late(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
-            self.late.insert(handle);
+            cell.before = Before::Late;
         }
     }
 
@@ -270,7 +271,7 @@ impl SlabTable {
         let mut ended = self.end_empty(before);
         if is_clear {
             if let Some(cell) = self.cell_mut(handle) {
-                cell.is_unclean = false;
+                cell.before = Before::Nothing;
             }
         } else {
             ended.add(self.unmap_item(range.start, Some(handle)));

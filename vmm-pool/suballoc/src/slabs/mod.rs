@@ -122,14 +122,24 @@ struct Cell {
     is_fresh: bool,
     /// Other processes may have heard of it.
     is_shared: bool,
-    /// It has come to bytes that another cell had, which are not cleared yet.
-    is_unclean: bool,
+    before: Before,
+}
+
+/// The contents of a cell's bytes from the cell that had them before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    /// There are none.
+    Nothing,
+    /// They are not cleared yet.
+    Unclean,
+    /// A fill of them did not end in time, and may come at any moment: the bytes are nobody's any more.
+    Late,
 }
 
 impl Cell {
     fn new(handle: VirtualHandle, size_bytes: u64, references: u32) -> Self {
-        let (mapped, is_fresh, is_shared, is_unclean) = (0, false, false, false);
-        Self { handle, size_bytes, references, mapped, is_fresh, is_shared, is_unclean }
+        let (mapped, is_fresh, is_shared, before) = (0, false, false, Before::Nothing);
+        Self { handle, size_bytes, references, mapped, is_fresh, is_shared, before }
     }
 
     /// May it lie elsewhere from now on? It has no bytes, and nobody sees where it is.
@@ -291,8 +301,6 @@ pub(crate) struct SlabTable {
     pub(crate) alone: HashMap<VirtualHandle, VirtualHandle>,
     /// The cell that each thread is likely to want addresses for next.
     aims: HashMap<ThreadId, VirtualHandle>,
-    /// Cells whose bytes are nobody's any more: a fill of them did not end in time, and may come at any moment.
-    late: BTreeSet<VirtualHandle>,
     /// Takedowns that the driver has refused.
     pub(crate) refused: Vec<Ended>,
 }
