@@ -30,7 +30,13 @@ impl HeldBack {
     /// A wait begins: what ended the one before is over.
     pub(crate) fn begin() -> Self {
         HAS_COME.set(false);
-        hold();
+        if is_main() {
+            let (before, handled) = (mask(), handled());
+            let is_handled = |signal: Signal| handled >> (signal as i32 - 1) & 1 == 1;
+            let stops = STOPS.into_iter();
+            let held = stops.filter(|signal| !before.contains(*signal) && is_handled(*signal));
+            hold(held.collect());
+        }
         Self
     }
 }
@@ -43,24 +49,17 @@ impl Drop for HeldBack {
 
 /// Does what may take as long as a call of the program's own: signals come as ever meanwhile.
 pub(crate) fn let_in<T>(deed: impl FnOnce() -> T) -> T {
-    let is_held = HELD.get().is_some();
+    let held = HELD.get();
     let_go();
     let done = deed();
-    if is_held {
-        hold();
+    if let Some(held) = held {
+        hold(held);
     }
     done
 }
 
-fn hold() {
-    if is_main() {
-        let (before, handled) = (mask(), handled());
-        let is_handled = |signal: Signal| handled >> (signal as i32 - 1) & 1 == 1;
-        let stops = STOPS.into_iter();
-        let held = stops.filter(|signal| !before.contains(*signal) && is_handled(*signal));
-        let held: SigSet = held.collect();
-        HELD.set(held.thread_block().is_ok().then_some(held));
-    }
+fn hold(held: SigSet) {
+    HELD.set(held.thread_block().is_ok().then_some(held));
 }
 
 /// Takes what has come meanwhile, and notes that it has.

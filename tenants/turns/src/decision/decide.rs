@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::depth::in_words;
 use super::history::History;
-use super::quanta::{BOUND_US, COST_FACTOR, QUANTUM_MIN_US, idle_after_us, quantum_us, time};
+use super::quanta::{
+    BOUND_US, COST_FACTOR, QUANTUM_MIN_US, idle_after_us, quantum_at_us, quantum_us, time,
+};
 use super::scene::{Scene, Standing, Waiting, Wish};
 use super::victims::{Candidate, choose};
 use tenants::class::Class;
@@ -334,8 +336,7 @@ impl<'a> View<'a> {
         let waiting_us = self.scene.waiting.iter().filter_map(|waiting| {
             let other = self.scene.tenants.get(&waiting.tenant)?;
             let wants = waiting.gpus(other).any(|gpu| standing.held.contains_key(gpu));
-            let alike = Standing { cost: other.cost, ..standing.clone() };
-            (wants && other.class == standing.class).then(|| quantum_us(&alike, 1))
+            (wants && other.class == standing.class).then(|| quantum_at_us(standing, other.cost, 1))
         });
         waiting_us.max().unwrap_or(0)
     }

@@ -1,6 +1,6 @@
 //! The time for which a tenant keeps its GPUs, and the time for which it may rest.
 
-use super::scene::Standing;
+use super::scene::{Cost, Standing};
 use tenants::class::{Class, Weight};
 
 /// The shortest quantum, in microseconds, as all times here are.
@@ -19,7 +19,12 @@ const IDLE_US: u64 = 500_000;
 /// Returns the time for which a tenant keeps its GPUs against one of its own class. `growth` is the factor by which its
 /// quantum has grown.
 pub(super) fn quantum_us(standing: &Standing, growth: u64) -> u64 {
-    let cost_us = standing.cost.both_us().saturating_mul(COST_FACTOR);
+    quantum_at_us(standing, standing.cost, growth)
+}
+
+/// The same if switching it took `cost`.
+pub(super) fn quantum_at_us(standing: &Standing, cost: Cost, growth: u64) -> u64 {
+    let cost_us = cost.both_us().saturating_mul(COST_FACTOR);
     let one_us = cost_us.max(QUANTUM_MIN_US).saturating_mul(growth);
     one_us.saturating_mul(weight_of(standing).get())
 }
