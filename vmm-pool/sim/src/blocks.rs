@@ -65,6 +65,16 @@ impl Locked<'_> {
     }
 }
 
+/// Calls again what a handled signal has interrupted. No function of the driver fails because a signal came.
+fn through_signals(mut wait: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match wait() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            ended => return ended,
+        }
+    }
+}
+
 impl Account {
     /// Makes an empty one at `dir`.
     pub(super) fn make(dir: &Path) -> io::Result<()> {
@@ -91,7 +101,7 @@ impl Account {
 
     fn lock(&self) -> io::Result<Locked<'_>> {
         let file = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
-        file.lock()?;
+        through_signals(|| file.lock())?;
         Ok(Locked(file))
     }
 
@@ -128,7 +138,7 @@ impl Account {
         if file.try_lock().is_ok() {
             return Ok(None);
         }
-        file.lock_shared()?;
+        through_signals(|| file.lock_shared())?;
         Ok(Some(Block::of(file, name, Arc::clone(self))))
     }
 
@@ -222,7 +232,7 @@ impl HeldBlock {
 
 fn make_held(path: &Path, size_bytes: u64, in_large_pages: bool) -> io::Result<File> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
-    file.lock_shared()?;
+    through_signals(|| file.lock_shared())?;
     file.set_len(size_bytes)?;
     // A page becomes a large one where something is in it.
     let (first, rest): (Vec<u64>, Vec<u64>) =
@@ -359,7 +369,7 @@ impl Block {
     /// A descriptor that holds the memory but cannot be imported, as a DMA-BUF is.
     pub(super) fn export_read_only(&self) -> io::Result<OwnedFd> {
         let file = File::open(self.account.path_of(&self.name))?;
-        file.lock_shared()?;
+        through_signals(|| file.lock_shared())?;
         Ok(file.into())
     }
 }
@@ -371,5 +381,52 @@ impl Drop for Block {
             // The next reconciliation finds the file unheld and does it then.
             tracing::trace!(%error, name = %self.name, "block not settled");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc::channel;
+    use std::thread;
+
+    use nix::sys::pthread::{pthread_kill, pthread_self};
+    use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+    use super::Account;
+
+    static HANDLED: AtomicU32 = AtomicU32::new(0);
+
+    extern "C" fn count(_signal: i32) {
+        HANDLED.fetch_add(1, Ordering::Relaxed);
+    }
+
+    #[expect(unsafe_code, reason = "a handler of the test's own")]
+    #[test]
+    fn a_wait_for_the_ledger_goes_on_whatever_signals_come() {
+        // Without SA_RESTART a signal ends the wait of the system.
+        let action =
+            SigAction::new(SigHandler::Handler(count), SaFlags::empty(), SigSet::empty());
+        // SAFETY: it adds to an atomic alone.
+        unsafe { sigaction(Signal::SIGUSR1, &action) }.unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("dev0");
+        Account::make(&place).unwrap();
+        let [one, other] = [(); 2].map(|()| Account::open(place.clone(), 1).unwrap());
+        let held = one.lock().unwrap();
+        thread::scope(|scope| {
+            let (tell, told) = channel();
+            let waits = scope.spawn(move || {
+                tell.send(pthread_self()).unwrap();
+                other.lock().map(drop)
+            });
+            let thread = told.recv().unwrap();
+            while HANDLED.load(Ordering::Relaxed) < 100 && !waits.is_finished() {
+                pthread_kill(thread, Signal::SIGUSR1).unwrap();
+                thread::yield_now();
+            }
+            drop(held);
+            waits.join().unwrap().unwrap();
+        });
     }
 }

@@ -28,6 +28,8 @@ use super::{RunDirError, io_error};
 
 /// Links followed on one path; the kernel's own limit.
 const LINKS_MAX: usize = 40;
+/// The times that a directory is made which another process removes as empty before anything is in it.
+const MADE_MAX: u32 = 100;
 /// The user id that the kernel shows by default for a user that has none in our user namespace.
 const OVERFLOW_UID_DEFAULT: u32 = 65534;
 
@@ -37,9 +39,17 @@ const OVERFLOW_UID_DEFAULT: u32 = 65534;
 /// [`RunDirError::NotOurs`]; [`RunDirError::Io`].
 pub fn ensure(path: &Path) -> Result<(), RunDirError> {
     let (above, name) = walk_above(path)?;
-    match mkdirat(&above, name.as_os_str(), Mode::S_IRWXU) {
-        Ok(()) | Err(Errno::EEXIST) => check_own(&above, &name, path),
-        Err(errno) => Err(io_error("creation", path)(errno.into())),
+    let mut made = 0;
+    loop {
+        match mkdirat(&above, name.as_os_str(), Mode::S_IRWXU) {
+            Ok(()) | Err(Errno::EEXIST) => made += 1,
+            Err(errno) => return Err(io_error("creation", path)(errno.into())),
+        }
+        match check_own(&above, &name, path) {
+            Err(RunDirError::Io { source, .. })
+                if source.kind() == ErrorKind::NotFound && made < MADE_MAX => {}
+            checked => return checked,
+        }
     }
 }
 
@@ -269,11 +279,30 @@ fn maps(map: &str, uid: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
 
     use super::*;
 
     fn chmod(path: &Path, mode: u32) {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_directory_that_others_remove_as_empty_is_made_again() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("train");
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    fs::remove_dir(&path).ok();
+                }
+            });
+            let refused = (0..2000).find_map(|_| ensure(&path).err());
+            is_over.store(true, Ordering::Relaxed);
+            assert!(refused.is_none(), "{refused:?}");
+        });
     }
 
     #[test]
