@@ -1,7 +1,7 @@
 //! Two calls fail: the second may be one of the undo.
 //!
-//! A build takes a sample, whose seed is printed with a failure and can be given again; `SUBLET_FAULT_PAIRS`
-//! says how many pairs (`all` for every one) and `SUBLET_FAULT_SEED` which sample.
+//! A build takes a sample, which `SUBLET_TEST_SEED` repeats: `cargo xtask test` sets it. `SUBLET_FAULT_PAIRS` says how
+//! many pairs (`all` for every one).
 
 use fastrand::Rng;
 use tenants::wire::MemberState;
@@ -47,13 +47,17 @@ fn variable(name: &str) -> Option<String> {
 }
 
 fn some_pairs(command: Command, schedule: Schedule) {
-    let seed = variable("SUBLET_FAULT_SEED").and_then(|text| text.parse().ok());
+    let seed = variable("SUBLET_TEST_SEED").and_then(|text| text.parse().ok());
     let seed = seed.unwrap_or_else(|| fastrand::u64(..));
     let case = (command, Whole, schedule);
     let scene = Scene::new(case);
     let all = all_calls(&scene);
     let round = |calls: [Call; 2]| {
-        check(&scene, calls, &format!("{case:?} with calls {calls:?} failed (seed {seed})"));
+        check(
+            &scene,
+            calls,
+            &format!("{case:?} with calls {calls:?} failed (SUBLET_TEST_SEED={seed})"),
+        );
     };
     let wanted = variable("SUBLET_FAULT_PAIRS");
     if wanted.as_deref() == Some("all") {
