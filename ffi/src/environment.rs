@@ -123,6 +123,8 @@ impl Environment {
         let mut notes: Vec<_> = self
             .wrong
             .iter()
+            // The environment has a wrong `SUBLET_` setting. The message has its name, its value and what is expected. The
+            // setting has no effect. Correct it, or unset it; `sublet run` refuses to start with it.
             .map(|wrong| format!("{}; the process runs as if this were not set", wrong.text))
             .collect();
         notes.extend(self.short_device_clock());

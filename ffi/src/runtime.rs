@@ -464,9 +464,8 @@ pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
 
 fn failed_inside() -> c_int {
     if let Some(member) = member() {
-        member
-            .notes()
-            .add("a hook failed inside; the call was refused. Please report this".to_owned());
+        // A fault of Sublet. The call was refused with an unknown error of the driver.
+        member.notes().add("a hook failed inside; the call was refused. Please report it".to_owned());
     }
     DriverCode::UNKNOWN.0
 }

@@ -98,6 +98,8 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
         )
     });
     if let Some(why) = &ungated {
+        // Part of the process had looked up CUDA functions before Sublet was attached. Its launches may pass Sublet by.
+        // `sublet pause` from another process is refused; the process can pause itself. Start it with `sublet run`.
         runtime::note_of_attach(format!("this process can only be paused from inside: {why}"));
     }
     *lock(&LATE) = ungated;

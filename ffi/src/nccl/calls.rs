@@ -144,6 +144,7 @@ pub(super) fn counted(
     if let Ok(result) = runtime::netted(|| count(&runtime::COLLECTIVES, &here)) {
         return result.0;
     }
+    // A fault of Sublet. The call failed with an internal error of NCCL.
     member.notes().add("a call of NCCL's failed inside of us. Please report this".to_owned());
     NcclResult::INTERNAL_ERROR.0
 }

@@ -36,6 +36,8 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
         return plain();
     };
     runtime::netted(|| ours(member)).unwrap_or_else(|_| {
+        // A fault of Sublet. The library made the registration all the same, and a pause does not know of it. Do not pause
+        // this process from now on.
         member.notes().add("a registration failed inside; please report this".to_owned());
         plain()
     })

@@ -105,6 +105,8 @@ pub(super) fn end_capture(
         if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody
             && let Some(member) = runtime::member()
         {
+            // Sublet does not count this collective, so a pause cannot wait for it. The job runs on. Pause between two
+            // launches of this graph.
             member.notes().add(
                 "a collective was captured into a part of a graph that is not followed, such as the body of a conditional \
                  node: a pause in the middle of its launches may time out"
