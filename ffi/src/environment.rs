@@ -148,8 +148,8 @@ impl Environment {
 pub(crate) fn no_room_in(dir: &Path) -> Option<String> {
     is_in_memory(dir).then(|| {
         format!(
-            "SUBLET_SPILL=1, and files in {} lie in host memory (tmpfs), so that contents which went there would make no room: set \
-             SUBLET_FILE_DIR to a directory on a disk; none of them goes there",
+            "SUBLET_SPILL=1 has no effect, because files in {} lie in host memory (tmpfs): set SUBLET_FILE_DIR to a \
+             directory on a disk",
             dir.display()
         )
     })
@@ -161,7 +161,7 @@ fn amem_level() -> Option<String> {
     names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).map(|name| (*name).to_owned())
 }
 
-/// Sets the group of this process, whatever the environment says.
+/// Sets the group of this process. It has precedence over the environment.
 pub(crate) fn set_group_id(id: i32) {
     GROUP_ID.store(id, Ordering::Relaxed);
 }

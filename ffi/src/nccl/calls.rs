@@ -145,7 +145,7 @@ pub(super) fn counted(
         return result.0;
     }
     // A fault of Sublet. The call failed with an internal error of NCCL.
-    member.notes().add("a call of NCCL's failed inside of us. Please report this".to_owned());
+    member.notes().add("Sublet failed inside a call of NCCL. Please report this".to_owned());
     NcclResult::INTERNAL_ERROR.0
 }
 

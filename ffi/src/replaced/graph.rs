@@ -186,8 +186,9 @@ fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
             DriverCode::INVALID_HANDLE,
         ),
         TurnedBack::Away => (
-            "cuGraphLaunch was called for a graph with collectives while NCCL's memory was away: it failed and launched \
-             nothing, as SUBLET_NCCL_AWAY=fail says. Resume NCCL first, or unset that, and calls wait for the resume",
+            "cuGraphLaunch was called for a graph with collectives while NCCL's memory was paused: it failed and \
+             launched nothing, because of SUBLET_NCCL_AWAY=fail. Resume NCCL first, or unset this setting: then calls \
+             wait for the resume",
             DriverCode::NOT_PERMITTED,
         ),
     };
