@@ -113,7 +113,7 @@ pub struct Asker<'a, D: Driver> {
     pub member: fn() -> Result<&'a Member<D>, Trouble>,
     /// Its tenant.
     pub tenant: fn() -> Result<TenantName, Trouble>,
-    /// The longest wait for the other processes of its tenant to ask for the same.
+    /// The longest wait until the other processes of the tenant make the same call.
     pub together_wait: Duration,
     /// Gives what [`SwitchOptions::checkpointer`] says.
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,

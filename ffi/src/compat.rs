@@ -37,7 +37,7 @@ unsafe fn text_of(text: *const c_char) -> Option<String> {
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
-/// Sets the tag of what this thread asks for.
+/// Sets the tag of this thread's allocations.
 ///
 /// # Safety
 /// `tag` is null, which changes nothing, or a terminated string.
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn tms_set_current_tag(tag: *const c_char) {
     quietly((), || tag.into_iter().for_each(|tag| SAVER.change(|own| own.set_tag(&tag))));
 }
 
-/// The tag of what this thread asks for. Valid until the thread sets another.
+/// The tag of this thread's allocations. Valid until the thread sets another.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_current_tag() -> *const c_char {
     quietly(c"".as_ptr(), || SAVER.ask(|own| own.tag_text().as_ptr()))

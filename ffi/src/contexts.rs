@@ -124,8 +124,8 @@ fn is_current_green() -> bool {
     DriverCode(code).ok().is_ok() && !green.is_null()
 }
 
-/// The device's primary context, which torch and the CUDA runtime use. Retained when first needed, and for
-/// good, as they do: memory in it must not go with a release of ours. Two threads may both retain it, once.
+/// The device's primary context, which torch and the CUDA runtime use. Retained at the first need, and never
+/// released: memory in it must not end with a release of Sublet's. Two threads may both retain it, once.
 pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     known_primary(device).or_else(|| {
         let context = retained(device)?;

@@ -123,6 +123,8 @@ impl Environment {
         let mut notes: Vec<_> = self
             .wrong
             .iter()
+            // The environment has a wrong `SUBLET_` setting. The message has its name, its value and what is expected. The
+            // setting has no effect. Correct it, or unset it; `sublet run` refuses to start with it.
             .map(|wrong| format!("{}; the process runs as if this were not set", wrong.text))
             .collect();
         notes.extend(self.short_device_clock());
@@ -146,8 +148,8 @@ impl Environment {
 pub(crate) fn no_room_in(dir: &Path) -> Option<String> {
     is_in_memory(dir).then(|| {
         format!(
-            "SUBLET_SPILL=1, and files in {} lie in host memory (tmpfs), so that contents which went there would make no room: set \
-             SUBLET_FILE_DIR to a directory on a disk; none of them goes there",
+            "SUBLET_SPILL=1 has no effect, because files in {} lie in host memory (tmpfs): set SUBLET_FILE_DIR to a \
+             directory on a disk",
             dir.display()
         )
     })
@@ -159,7 +161,7 @@ fn amem_level() -> Option<String> {
     names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).map(|name| (*name).to_owned())
 }
 
-/// Sets the group of this process, whatever the environment says.
+/// Sets the group of this process. It has precedence over the environment.
 pub(crate) fn set_group_id(id: i32) {
     GROUP_ID.store(id, Ordering::Relaxed);
 }

@@ -229,7 +229,7 @@ macro_rules! waiting {
 
 macro_rules! replacing {
     ($($symbol:ident $version:literal;)*) => {
-        /// Functions that are answered from the pool, or pass on what is not about memory of ours.
+        /// Functions that the pool answers. They pass on calls that do not concern Sublet's memory.
         pub(crate) const REPLACING: &[Hook] = &[$(hook_row!(replaced::$symbol, $symbol),)*];
     };
 }

@@ -72,7 +72,7 @@ pub(crate) fn answered<E: Display>(result: Result<(), E>) -> c_int {
     result.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
 }
 
-/// An error of a function whose callers do not ask for [`sublet_last_error`]: its words go to the log as a warning.
+/// An error of a function whose callers do not read [`sublet_last_error`]: the log gets its words as a warning.
 pub(crate) fn fail_aloud(code: c_int, message: &str) -> c_int {
     tracing::warn!(code, "{message}");
     say_no(code, message)
@@ -96,7 +96,7 @@ fn described(
     })
 }
 
-/// Runs a function of the interface; a panic of ours becomes an error instead of unwinding into C.
+/// Runs a function of the interface. A panic in Sublet becomes an error instead of unwinding into C.
 pub(crate) fn guarded(work: impl FnOnce() -> c_int) -> c_int {
     runtime::netted(work)
         .unwrap_or_else(|_| fail_aloud(REFUSED, "Sublet failed inside; please report this"))
@@ -114,8 +114,8 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
 pub(crate) fn nobody() -> Trouble {
     if runtime::is_forked() {
         return Trouble::NotJoined(
-            "this process was forked from one that holds device memory under Sublet, and neither CUDA nor Sublet \
-             outlives a fork: start processes afresh ('spawn' in Python), or fork before CUDA is used"
+            "this process was forked from a process with device memory, and neither CUDA nor Sublet works after such \
+             a fork: start processes by 'spawn' (Python), or fork before CUDA is used"
                 .to_owned(),
         );
     }

@@ -293,6 +293,8 @@ fn ask_layout(function: Pointer) -> Layout {
     if layout.is_none()
         && let Some(member) = runtime::member()
     {
+        // A kernel may use paged memory that Sublet does not bring back for it, and then the context ends. Keep paged
+        // memory out of this kernel, or install a driver for CUDA 12.4 or newer.
         member.notes().add(
             "the driver does not describe the parameters of a kernel: uses of paged memory by it are not seen"
                 .to_owned(),

@@ -91,7 +91,7 @@ pub(crate) fn member() -> Option<&'static Member> {
     MEMBER.get()?.as_deref()
 }
 
-/// True once the process has begun to end: libraries put their things away then, for which nothing need wait any more.
+/// True after the process has begun to end. Libraries then free their objects, and no call needs to wait.
 pub(crate) fn is_leaving() -> bool {
     LEAVING.load(Ordering::Relaxed)
 }
@@ -188,8 +188,8 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-/// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread of
-/// ours that holds none of our locks here.
+/// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread
+/// of Sublet's, which holds no lock of this crate.
 pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
     *lock(&UNUSED_SOURCE) = source;
 }
@@ -199,7 +199,7 @@ fn unused() -> Vec<VaRange> {
     source()
 }
 
-/// Logs go to standard error, and only what the environment asks for.
+/// Logs go to standard error. The environment says which.
 pub(crate) fn start_log() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
@@ -456,17 +456,16 @@ pub(crate) fn answered(
     }
 }
 
-/// Runs a hook that asks the driver itself. Nothing unwinds into the caller: when something of ours fails, the call is
-/// refused, once and loudly.
+/// Runs a hook that asks the driver itself. Nothing unwinds into the caller. If Sublet's code fails, the call is
+/// refused, and a note says so.
 pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
     netted(hook).unwrap_or_else(|_| failed_inside())
 }
 
 fn failed_inside() -> c_int {
     if let Some(member) = member() {
-        member
-            .notes()
-            .add("a hook failed inside; the call was refused. Please report this".to_owned());
+        // A fault of Sublet. The call was refused with an unknown error of the driver.
+        member.notes().add("a hook failed inside; the call was refused; report this".to_owned());
     }
     DriverCode::UNKNOWN.0
 }

@@ -35,7 +35,7 @@ pub struct Row {
     pub exported: AddressOf,
 }
 
-/// The marks by which a library is known, and the functions of it that we stand in for.
+/// The marks of a library, and its functions that Sublet replaces.
 #[derive(Clone, Copy, Debug)]
 pub struct Description {
     /// The beginning of its functions' names.
@@ -47,7 +47,7 @@ pub struct Description {
     pub file: &'static CStr,
     /// The functions that we stand in for, by number.
     pub table: &'static [Row],
-    /// Told, once, of each copy that is found: its path, and whether it is the one that is watched.
+    /// Called once for each copy that is found, with its path, and whether Sublet watches it.
     pub found: fn(&CStr, bool),
 }
 
@@ -95,7 +95,7 @@ impl Scope {
 }
 
 impl Loaded {
-    /// True for the one that we watch.
+    /// True for the copy that Sublet watches.
     pub fn is_watched(&self) -> bool {
         self.number == 0
     }

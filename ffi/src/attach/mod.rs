@@ -98,6 +98,8 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
         )
     });
     if let Some(why) = &ungated {
+        // Part of the process had looked up CUDA functions before Sublet was attached. Its launches may pass Sublet by.
+        // `sublet pause` from another process is refused; the process can pause itself. Start it with `sublet run`.
         runtime::note_of_attach(format!("this process can only be paused from inside: {why}"));
     }
     *lock(&LATE) = ungated;
@@ -106,9 +108,8 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
 
 fn earlier_memory(device: Device) -> String {
     format!(
-        "GPU {} had a context before sublet_attach, and {} bytes in use by all processes: what this process \
-         had allocated by then stays on the device at a pause; attach before the first use of CUDA, or start \
-         the process with `sublet run`",
+        "GPU {} had a context before sublet_attach, and all processes use {} bytes: a pause leaves earlier memory of \
+         this process on the device; attach before the first use of CUDA, or start the process with `sublet run`",
         device.device, device.used_bytes
     )
 }
@@ -121,8 +122,8 @@ pub(crate) fn ungated() -> Option<String> {
     lock(&LATE).clone().or(escape)
 }
 
-/// Why device memory of this process may be pinned where nobody sees it, asked at each pause after [`ungated`], which has
-/// walked.
+/// Why device memory of this process may be pinned unseen by Sublet. Each pause asks this after [`ungated`], which
+/// has walked.
 pub(crate) fn unseen_pins() -> Option<String> {
     let seen = |kind| {
         let file = match kind {
@@ -186,13 +187,11 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
     let (state, why) = match (&entry.problem, table) {
         (Some(problem), _) => (State::Unknown, problem.clone()),
         (None, Table::Drivers) => {
-            (State::Late, "its CUDA runtime still gives the driver's own functions out".to_owned())
+            (State::Late, "its CUDA runtime still returns the driver's own functions".to_owned())
         }
         (None, Table::Silent(code)) => (
             State::Unknown,
-            format!(
-                "its CUDA runtime failed with {code} when it should look up a function of the driver's"
-            ),
+            format!("its CUDA runtime failed with {code} at the lookup of a driver function"),
         ),
         (None, Table::Ours) => {
             (State::Hooked, "its CUDA runtime gives our functions out".to_owned())
@@ -205,13 +204,13 @@ fn library(path: String, entry: &Entry, is_preloaded: bool, driver_is_up: bool) 
 
 fn hooked_how(entry: &Entry, is_preloaded: bool) -> &'static str {
     if entry.was_turned && is_preloaded {
-        "it was opened with RTLD_DEEPBIND, and its imports were turned to us"
+        "it was opened with RTLD_DEEPBIND, and its imports were redirected to Sublet"
     } else if is_preloaded {
         "libsublet.so is preloaded"
     } else if entry.exchanged > 0 {
         "the driver's functions that it had looked up before were exchanged"
     } else {
-        "its imports lead to us"
+        "its imports lead to Sublet"
     }
 }
 

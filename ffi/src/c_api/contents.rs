@@ -60,7 +60,7 @@ pub unsafe extern "C" fn sublet_host_copy_out(
             return not_joined();
         };
         let Ok(length) = usize::try_from(size_bytes) else {
-            return fail(ARGUMENT, &format!("{size_bytes} bytes are more than there can be"));
+            return fail(ARGUMENT, &format!("{size_bytes} bytes are too many"));
         };
         if target.is_null() || length == 0 {
             return fail(ARGUMENT, "a host copy needs a size, and somewhere to write");

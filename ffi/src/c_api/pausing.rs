@@ -77,7 +77,7 @@ pub(crate) fn act(command: impl FnOnce() -> Result<Command, c_int>) -> c_int {
     code_of(|| Ok(keep_report(report_of(command()?)?)))
 }
 
-/// Does what a command in JSON says.
+/// Carries out a command in JSON.
 ///
 /// # Safety
 /// `json` is null or a terminated string.
@@ -199,7 +199,7 @@ unsafe fn tags_of(tags: *const *const c_char, count: usize) -> Result<BTreeSet<S
     if tags.is_null() {
         return match count {
             0 => Ok(BTreeSet::new()),
-            _ => Err(fail(ARGUMENT, &format!("{count} tags were announced and none given"))),
+            _ => Err(fail(ARGUMENT, &format!("the call announces {count} tags and names none"))),
         };
     }
     // SAFETY: the caller promises this many.

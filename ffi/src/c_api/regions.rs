@@ -81,7 +81,7 @@ pub unsafe extern "C" fn sublet_region_begin_on(
     unsafe { begin(region::begin, tag, contents, device) }
 }
 
-/// Begins a stretch of this thread in which no region counts.
+/// Begins a part of this thread's work in which no region counts.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_begin_none() -> c_int {
     guarded(|| answered(region::begin_none()))

@@ -42,7 +42,10 @@ pub(super) unsafe fn answer<T: Serialize>(
 ) -> i64 {
     let as_text = |found| {
         serde_json::to_string(&found).map_err(|error| {
-            fail(REFUSED, &format!("what is held could not be written as JSON: {error}"))
+            fail(
+                REFUSED,
+                &format!("the budgets and their use could not be written as JSON: {error}"),
+            )
         })
     };
     // SAFETY: as this function's caller promises.

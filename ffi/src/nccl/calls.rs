@@ -144,7 +144,8 @@ pub(super) fn counted(
     if let Ok(result) = runtime::netted(|| count(&runtime::COLLECTIVES, &here)) {
         return result.0;
     }
-    member.notes().add("a call of NCCL's failed inside of us. Please report this".to_owned());
+    // A fault of Sublet. The call failed with an internal error of NCCL.
+    member.notes().add("Sublet failed inside a call of NCCL. Please report this".to_owned());
     NcclResult::INTERNAL_ERROR.0
 }
 

@@ -118,7 +118,7 @@ fn called(name: &CStr) {
         let name = name.to_string_lossy();
         // Sublet does not count the work of this call, so a pause cannot wait for it. The job runs on. Pause between
         // two steps.
-        member.notes().add(format!("{name} is used, which a pause in the middle does not see"));
+        member.notes().add(format!("{name} is used, and a pause does not see its work"));
     }
 }
 

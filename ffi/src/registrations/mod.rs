@@ -36,6 +36,8 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
         return plain();
     };
     runtime::netted(|| ours(member)).unwrap_or_else(|_| {
+        // A fault of Sublet. The library made the registration all the same, and a pause does not know of it. Do not pause
+        // this process from now on.
         member.notes().add("a registration failed inside; please report this".to_owned());
         plain()
     })
@@ -83,8 +85,8 @@ fn found(path: &CStr, is_watched: bool) {
         // Sublet does not see the memory that the second library registers with a device. A pause would move this
         // memory while the device uses it. Use one library of this kind.
         member.notes().add(format!(
-            "a second library of its kind registers memory, {path}: what it registers a pause moves away from under \
-             the device; keep one"
+            "a second library of its kind, {path}, registers memory: a pause would move that memory while the device \
+             uses it; keep one"
         ));
     }
 }

@@ -49,7 +49,7 @@ fn in_room(device: c_int, mut make: impl FnMut() -> c_int) -> c_int {
         code != full
     });
     if let Err(why) = made {
-        tracing::warn!(%tenant, "a context was refused for want of device memory: {why}");
+        tracing::warn!(%tenant, "a context was refused for lack of device memory: {why}");
     }
     code
 }

@@ -52,24 +52,32 @@ refused! {
     /// Refuses: multicast objects cannot be paused yet. The device attribute says so already, and not all callers ask for
     /// it.
     cuMulticastCreate(_handle: *mut Handle, _prop: *const c_void)
+    // A multicast object (NVLS) binds memory of several GPUs, and a pause cannot take it away. The library gets "not
+    // supported", and most use another path. If the job fails, set NCCL_NVLS_ENABLE=0, or the like of your library.
     because "a library requested a multicast object, which cannot be paused yet; it was refused"
 }
 
 refused! {
     /// Refuses: a logical endpoint keeps what is bound to it by its pages, which a pause gives back.
     cuLogicalEndpointIdReserve(_base: *mut c_uint, _count: c_uint)
+    // A pause cannot take memory away that such an endpoint holds. The library gets "not supported". If the job fails,
+    // run it without Sublet.
     because "a library requested logical endpoints, which cannot be paused; they were refused"
 }
 
 refused! {
     /// Refuses, as reserving one.
     cuLogicalEndpointCreate(_endpoint: c_uint, _prop: *const c_void)
+    // A pause cannot take memory away that such an endpoint holds. The library gets "not supported". If the job fails,
+    // run it without Sublet.
     because "a library requested a logical endpoint, which cannot be paused; it was refused"
 }
 
 refused! {
     /// Refuses, as reserving one.
     cuLogicalEndpointImport(_endpoint: c_uint, _handle: *const c_void, _kind: c_int)
+    // A pause cannot take memory away that such an endpoint holds. The library gets "not supported". If the job fails,
+    // run it without Sublet.
     because "a library requested another process's logical endpoint, which cannot be paused; it was refused"
 }
 

@@ -40,7 +40,7 @@ pub(crate) const fn is_copy(symbol: &str) -> bool {
     matches!(symbol.as_bytes(), [b'c', b'u', b'M', b'e', b'm', b'c', b'p', b'y', ..])
 }
 
-/// Is `code` the one by which the driver refuses to copy memory out of the current context's reach?
+/// Does the driver use `code` to refuse a copy of memory that the current context cannot reach?
 pub(crate) fn is_refused(code: c_int) -> bool {
     DriverCode(code) == DriverCode::INVALID_VALUE
 }
@@ -80,7 +80,7 @@ fn device_of_native(address: Address) -> Option<DeviceOrdinal> {
 }
 
 /// Makes a copy that was refused with `refused` in the contexts of the memory; `again` asks for it as it was asked.
-/// Anything but a copy of plain memory of ours stays refused.
+/// A copy of other memory than Sublet's plain memory stays refused.
 pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c_int) -> c_int {
     let Some(member) = runtime::member() else {
         return refused;

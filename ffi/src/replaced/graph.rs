@@ -105,6 +105,8 @@ pub(super) fn end_capture(
         if graphs.capture_ended(capture, made, had_other_work) == Counted::NotInBody
             && let Some(member) = runtime::member()
         {
+            // Sublet does not count this collective, so a pause cannot wait for it. The job runs on. Pause between two
+            // launches of this graph.
             member.notes().add(
                 "a collective was captured into a part of a graph that is not followed, such as the body of a conditional \
                  node: a pause in the middle of its launches may time out"
@@ -184,8 +186,9 @@ fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
             DriverCode::INVALID_HANDLE,
         ),
         TurnedBack::Away => (
-            "cuGraphLaunch was called for a graph with collectives while NCCL's memory was away: it failed and launched \
-             nothing, as SUBLET_NCCL_AWAY=fail says. Resume NCCL first, or unset that, and calls wait for the resume",
+            "cuGraphLaunch was called for a graph with collectives while NCCL's memory was paused: it failed and \
+             launched nothing, because of SUBLET_NCCL_AWAY=fail. Resume NCCL first, or unset this setting: then calls \
+             wait for the resume",
             DriverCode::NOT_PERMITTED,
         ),
     };

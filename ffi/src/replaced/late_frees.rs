@@ -61,7 +61,7 @@ impl Table {
     }
 }
 
-/// Is the block at `address` given up already? Who frees it once more is wrong.
+/// Was the block at `address` already freed? Who frees it once more is wrong.
 pub(super) fn is_going(member: &Member, address: Address) -> bool {
     GOING.load(Ordering::Relaxed) > 0
         && member

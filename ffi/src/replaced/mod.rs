@@ -57,7 +57,7 @@ pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
     stream.expose_provenance()
 }
 
-/// Has what a call names of paged memory on the device, until the result is dropped.
+/// Brings the paged memory that a call names to the device, and keeps it there until the result is dropped.
 pub(crate) fn look_at(
     symbol: &'static str,
     names: Names<'_>,

@@ -26,7 +26,7 @@ use crate::runtime::{self, Member, answered, class_of_caller};
 use crate::saver;
 use sublet_interpose::Pointer;
 
-/// Waits for work that may use the block at `address`, whatever context is current; leaves that as it is.
+/// Waits for work that may use the block at `address`, in any context. The current context stays the same.
 pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     let (current, owner) =
         (contexts::current_context(), member.pool().holdings().block_context(address));

@@ -18,7 +18,7 @@ use crate::runtime::Member;
 /// Tags that a note was made of: one is enough. A leaf.
 static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Memory that is away by tag among what a call names for a stream of this value. It stays so while the caller is inside the gate.
+/// Memory paused by tag that a call names for this stream. It stays so while the caller is inside the gate.
 pub(crate) fn away_in(member: &Member, names: Names<'_>, stream: usize) -> Option<AwayByTag> {
     let mut found = None;
     look::each_range(names, |range| {
@@ -28,7 +28,8 @@ pub(crate) fn away_in(member: &Member, names: Names<'_>, stream: usize) -> Optio
     found.filter(|_| capture_of(stream).is_none())
 }
 
-/// The answer of the call `symbol`, which names `away`. The first of a tag is noted, outside of the gate.
+/// The answer of the call `symbol`, which names the paused memory `away`. The first of a tag is noted, outside of the
+/// gate.
 #[cold]
 pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) -> c_int {
     let AwayByTag { tag, range, device } = away;

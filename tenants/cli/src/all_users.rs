@@ -33,8 +33,9 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest answer of one user.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// Adds the tenants of all other users to `view`, which has root's own of `run_dir`. Each is then called `USER/TENANT`. A user whose tenants cannot be
-/// looked at is named on standard error and in the view, and the others are there.
+/// Adds the tenants of all other users to `view`, which has root's own of `run_dir`. Each is then called
+/// `USER/TENANT`. If the tenants of a user cannot be read, standard error and the view name the user. The other users
+/// are shown.
 ///
 /// # Errors
 /// This process is not root's.

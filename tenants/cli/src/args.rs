@@ -142,12 +142,12 @@ pub(crate) struct RunArgs {
     /// How many quanta a fair tenant has at a time, from 1 (default) to 100
     #[arg(long, value_name = "NUMBER")]
     pub(crate) weight: Option<Weight>,
-    /// auto: if a GPU is full, wait while another such job is paused; it comes back by itself. auto,deep: while it is paused, its CUDA contexts
-    /// leave too if another job lacks their room, and after a minute
+    /// auto: if a GPU is full, wait until another such job is paused; a paused job resumes when it needs the GPU.
+    /// auto,deep: its CUDA contexts leave too, after a minute or when another job needs the room
     #[arg(long, value_name = "HOW", value_parser = [TURNS_AUTO, "auto,deep"])]
     pub(crate) turns: Option<String>,
-    /// How much GPU memory all its processes together may hold: 60GiB on each GPU, or 0=60GiB on the one that nvidia-smi
-    /// shows as 0, or GPU-...=60GiB; may be given more than once
+    /// Limit of GPU memory for all its processes together: 60GiB (each GPU), 0=60GiB (GPU 0 of nvidia-smi),
+    /// GPU-...=60GiB; may be given more than once
     #[arg(long = "budget", value_name = "[GPU=]SIZE")]
     pub(crate) budgets: Vec<Budgets>,
     /// End each process that cannot join the tenant, with exit code 1 and a message, at its first use of GPU memory; by default such a process

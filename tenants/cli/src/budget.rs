@@ -72,7 +72,7 @@ fn render(report: &BudgetReport, output: &mut Output) {
     }
     for which in unseen(report) {
         output.line(format!(
-            "no process of tenant '{}' sees {which} so far; its budget counts when one does",
+            "no process of tenant '{}' uses {which} yet; the budget there has no effect until one does",
             report.tenant
         ));
     }
@@ -87,8 +87,8 @@ fn label(gpu: &GpuBudget) -> String {
 
 fn above(tenant: &str, gpu: &GpuBudget) -> String {
     format!(
-        "tenant '{tenant}' holds {} more on {} than its budget: paged memory gives way, nothing else is taken away, and \
-         new allocations there fail until it fits",
+        "tenant '{tenant}' holds {} more on {} than its budget: paged memory is freed, other memory stays, and new \
+         allocations there fail until it fits",
         units::bytes(gpu.over_bytes()),
         label(gpu)
     )
@@ -140,8 +140,8 @@ fn check(budgets: &Budgets) -> Result<(), Failure> {
     budgets.check(|| Gpus::look().count()).map_err(|error| Failure::of(&error, EXIT_USAGE))
 }
 
-/// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, checked against what is
-/// known: none where nothing is said. `warn` is told what may surprise.
+/// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, after its checks, or none
+/// if none was given. `warn` is told what may surprise.
 pub(crate) fn for_run(
     tenant: &TenantName,
     given: &[Budgets],
@@ -214,7 +214,7 @@ fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> V
             .map(|(name, bytes)| format!("'{name}' {}", units::bytes(*bytes)))
             .collect();
         warnings.push(format!(
-            "budgets on {} are {} together ('{tenant}' {}, {}) and it has {}: these tenants fit there by turns, not together",
+            "the budgets on {} add up to {} ('{tenant}' {}, {}) and it has {}: these tenants fit there by turns, not together",
             label(gpu),
             units::bytes(all_bytes),
             units::bytes(own_bytes),

@@ -61,7 +61,7 @@ fn named_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option
 
 /// The standing of a process that is no member of a tenant.
 pub(crate) enum Parentage {
-    /// It runs under Sublet, and joins its tenant when it first asks for GPU memory.
+    /// It runs under Sublet, and joins its tenant at its first allocation of GPU memory.
     Early,
     /// The job of this tenant started it, and it runs without Sublet.
     Strayed(TenantName),
@@ -91,7 +91,7 @@ pub(crate) fn parentage(run_dir: &RunDir, pid: u32) -> Parentage {
     Parentage::Foreign
 }
 
-/// The tenant that `given` means: one of that name, or the one of which the process with that id is.
+/// The tenant that `given` means: the tenant of that name, or the tenant of the process with that id.
 ///
 /// # Errors
 /// It is the id of a process that no pause reaches.
@@ -130,7 +130,7 @@ pub(crate) fn meant(given: &TenantName, run_dir: &RunDir) -> Result<TenantName, 
 pub(crate) fn remark(run_dir: &RunDir, tenant: &TenantName) -> Option<String> {
     let pid = *find(run_dir).get(tenant)?;
     Some(format!(
-        "process {pid} ({}) runs as tenant '{tenant}' and has no GPU memory yet: it joins when it first asks for some",
+        "process {pid} ({}) runs as tenant '{tenant}' and has no GPU memory yet: it joins at its first allocation",
         outsiders::command_of(pid)
     ))
 }

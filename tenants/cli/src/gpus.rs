@@ -138,14 +138,14 @@ impl Gpus {
         self.held.as_ref()
     }
 
-    /// Returns the memory of a process on each GPU, its contexts too; none where that is not known. In a pid namespace
+    /// Returns the memory of a process on each GPU, contexts included, or none if it is not known. In a pid namespace
     /// of its own this process knows others by other ids than the management library does.
     pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<GpuBytes>> {
         let held = self.held.as_ref()?;
         held.get(&pid).cloned().or_else(|| knows_all_pids().then(Vec::new))
     }
 
-    /// The GPU of this name; one that nobody knows has nothing but its name.
+    /// The GPU of this name. An unknown GPU has only its name.
     pub(crate) fn find(&self, uuid: &str) -> Gpu {
         let known = self.list.iter().find(|gpu| gpu.uuid == uuid);
         known.cloned().unwrap_or_else(|| Gpu::unknown(uuid))

@@ -17,7 +17,7 @@ const HINTS: [(&str, &str, &str); 7] = [
     ("wake", "", "`sublet resume TENANT` brings its GPU memory back"),
 ];
 
-/// `error` with the way there is to what `words` ask for, and without clap's own, which is to pass an option as a name.
+/// `error` with the command that does what `words` want, instead of clap's own hint to pass an option as a name.
 pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error {
     let is_incomplete = matches!(
         error.kind(),
@@ -38,7 +38,7 @@ pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error
     let hint = known.map(|(_, _, hint)| (*hint).to_owned());
     let hint = hint.or_else(|| {
         let is_name = !word.starts_with('-') && kind == ContextKind::InvalidArg;
-        let names = "one tenant at a time; `sublet pause --all` pauses every one".to_owned();
+        let names = "name one tenant; `sublet pause --all` pauses every tenant".to_owned();
         (is_name && ["pause", "resume"].contains(&verb)).then_some(names)
     });
     if kind == ContextKind::InvalidArg {
@@ -73,7 +73,7 @@ mod tests {
             ("sublet resume a --deep", "tip: a plain resume"),
             ("sublet suspend a", "tip: `sublet pause TENANT`"),
             ("sublet top", "tip: `watch -n 1 sublet ps`"),
-            ("sublet pause a b", "tip: one tenant at a time; `sublet pause --all`"),
+            ("sublet pause a b", "tip: name one tenant; `sublet pause --all`"),
             ("sublet run --tennant a -- true", "tip: a similar argument exists: '--tenant'"),
             ("sublet plan train --params 7B", "--tokens 8k"),
             ("sublet plan train --params much", "Example: sublet plan train --params 7B"),

@@ -93,8 +93,9 @@ pub(crate) fn take(
         if Instant::now() >= deadline {
             return Err(Failure::new(
                 format!(
-                    "tenant '{tenant}' runs already: {who}. Give this job another name, or end that one; a job of several commands \
-                     has `sublet run --join --tenant {tenant} -- COMMAND` for each but the first"
+                    "tenant '{tenant}' runs already: {who}. Give this job another name, or end that one; if it is one \
+                     job of several commands, start each but the first by `sublet run --join --tenant {tenant} -- \
+                     COMMAND`"
                 ),
                 EXIT_UNCHANGED,
             ));

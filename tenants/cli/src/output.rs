@@ -44,7 +44,7 @@ impl Output {
         lines.into_iter().for_each(|line| self.line(line));
     }
 
-    /// Text of any number of whole lines, which nobody else wrote or which is plain.
+    /// Text of whole lines. It comes from this program, or has no control characters.
     pub(crate) fn text_block(&mut self, text: &str) {
         self.text.push_str(text);
     }
@@ -81,10 +81,7 @@ impl Output {
         match written {
             Err(error) if error.kind() != ErrorKind::BrokenPipe => {
                 let (exit, done) = if is_done {
-                    (
-                        EXIT_PARTIAL,
-                        "; the command was carried out: `sublet ps` shows what is so now",
-                    )
+                    (EXIT_PARTIAL, "; the command was carried out: `sublet ps` shows the result")
                 } else {
                     (EXIT_UNCHANGED, "")
                 };

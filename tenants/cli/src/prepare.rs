@@ -89,9 +89,9 @@ fn remarks(report: &PrepareReport) -> impl Iterator<Item = String> {
                 Some(format!("{who} goes on after the pause or resume that is under way"))
             }
             HostStage::Stopped(failure) => Some(format!("NOT ALL: {failure}")),
-            HostStage::Rests if held_bytes < wanted_bytes => Some(format!(
-                "{who} was called off, or has come to want more since; run this again"
-            )),
+            HostStage::Rests if held_bytes < wanted_bytes => {
+                Some(format!("{who} was called off, or needs more by now; run this again"))
+            }
             HostStage::Rests => None,
         }
     };

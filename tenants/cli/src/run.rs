@@ -104,7 +104,8 @@ fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
         count => (format!("{count} processes"), format!(", and {} more", count - 1)),
     };
     Some(format!(
-        "note: tenant '{tenant}' has {words} already ({first}: {command}{more}); this job joins it, and a pause is of all"
+        "note: tenant '{tenant}' has {words} already ({first}: {command}{more}); this job joins it, and a pause stops \
+         all of them"
     ))
 }
 

@@ -91,7 +91,7 @@ fn remarks(report: &SaveReport, output: &mut Output) {
     }
     if report.ended > 0 {
         output.line(format!(
-            "{} of the tenant had ended, and what was saved in them is gone too",
+            "{} of the tenant had ended, and their saved contents are lost",
             units::counted(report.ended, "process", "processes")
         ));
     }
@@ -160,7 +160,7 @@ PID  SAVED  NOT KEPT  IN PLACE  IMPORTED  MAP
 not kept: contents that were to be discarded, or that the application had said are unused
 imported: memory of other processes, which is in its owners' files
 process 11 has nothing saved: python train.py
-1 process of the tenant had ended, and what was saved in them is gone too
+1 process of the tenant had ended, and their saved contents are lost
 NOT WRITTEN: process 12: it has ended (python train.py)
 the tenant stays as it was; /data/saved/tenant.json says what is where (save.md in the folder of `sublet docs`)
 ";

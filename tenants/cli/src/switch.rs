@@ -132,7 +132,7 @@ pub(crate) fn render(is_dry: bool, how: ShowArgs, switched: &Switched, output: &
         change::remark(report, output);
     }
     if let Some(why) = &switched.unrecorded {
-        output.line(format!("this is done, and not written down for later switches: {why}"));
+        output.line(format!("this is done, but not recorded for later switches: {why}"));
     }
 }
 

@@ -197,7 +197,7 @@ pub(crate) mod tests {
         ClassBytes { library, tag, own_bytes, resident_bytes, ..ClassBytes::default() }
     }
 
-    /// No tenant, and no GPU that anybody knows.
+    /// No tenant and no known GPU.
     pub(crate) fn empty() -> View {
         View::of(Vec::new(), &Gpus::default())
     }

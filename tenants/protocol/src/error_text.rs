@@ -51,7 +51,7 @@ pub fn plain_by(mark: &str, text: &str) -> String {
     shown
 }
 
-/// The text of another process about its failure, plain and no longer than a message of ours.
+/// Another process's text about its failure, without control characters, and no longer than a message of Sublet's.
 pub(crate) fn from_peer<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let mut text = String::deserialize(deserializer)?;
     if text.len() > PEERS_TEXT_BYTES_MAX {

@@ -104,7 +104,7 @@ pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "saving {saved_bytes} bytes of {processes} process(es) needs {demand_bytes} bytes of host memory, and {kind} \
-     leaves {bytes}: {}, or mark memory whose contents can go as discard",
+     leaves {bytes}: {}, or mark memory that needs no saving as discard",
     kind.advice()
 )]
 pub struct HostShortage {

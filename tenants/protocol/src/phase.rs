@@ -270,7 +270,7 @@ impl Phase {
         self.row().label
     }
 
-    /// Returns the action that it belongs to; none if the process finds that out.
+    /// Returns the action of the phase, or none if the process itself finds out which one it is.
     pub fn action(self) -> Option<Action> {
         self.row().action
     }
@@ -383,7 +383,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// The phase that it asks for.
+    /// The phase that the order requests.
     pub fn phase(&self) -> Phase {
         match self {
             Self::CloseGate { .. } => Phase::CloseGate,

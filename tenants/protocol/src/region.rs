@@ -94,7 +94,7 @@ pub enum RegionError {
     )]
     OtherContents { tag: String, was: Contents, now: Contents },
     /// The tag `nccl` names the memory of NCCL itself. The region was not begun. Use another tag.
-    #[error("tag '{tag}' is that of {tag}'s own memory: use another for memory of yours")]
+    #[error("tag '{tag}' is for {tag}'s own memory: use another tag")]
     LibrarysTag { tag: String },
     /// The process has used more tags than the limit. The region was not begun. Give tensors of one kind the same
     /// tag.
@@ -275,7 +275,7 @@ pub fn for_caller<T>(call: impl FnOnce() -> T) -> T {
     made
 }
 
-/// The class of memory that `library` asks for on this thread now, on `device` where that is known.
+/// The class of memory that `library` allocates on this thread now, on `device` if it is known.
 pub fn class_of(library: &'static str, device: Option<DeviceOrdinal>) -> Class {
     let is_for_caller = FOR_CALLER.try_with(Cell::get).unwrap_or_default();
     if UNTAGGED.contains(&library) && !is_for_caller {

@@ -89,8 +89,8 @@ pub struct CoordinatorLock {
 }
 
 impl CoordinatorLock {
-    /// Has its file still the name by which others find it? Cleaners of old files remove it, and then the next one that
-    /// comes makes another.
+    /// Does its file still have the name that others look for? Cleaners of old files remove it, and then the next one
+    /// that comes makes another.
     pub fn is_named(&self) -> bool {
         self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
     }

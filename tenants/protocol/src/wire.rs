@@ -162,7 +162,7 @@ pub struct Lent {
     pub bytes: u64,
 }
 
-/// Memory of another tenant that a process has open and that is away.
+/// Paused memory of another tenant that a process has open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     /// The tenant that owns it.

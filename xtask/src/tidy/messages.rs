@@ -121,8 +121,7 @@ fn kebab(piece: &str) -> String {
 fn comment(before: &str) -> String {
     let lines = before.lines().rev().map(str::trim);
     let away = lines.clone().take(LINES_MAX).take_while(|line| !line.starts_with("//")).count();
-    let lines = lines.skip(away).map_while(|line| line.strip_prefix("//"));
-    let mut lines: Vec<_> = lines.collect();
+    let mut lines: Vec<_> = lines.skip(away).map_while(|line| line.strip_prefix("//")).collect();
     lines.reverse();
     let lines = lines.iter().map(|line| line.trim_start_matches(['/', '!']).trim());
     lines.collect::<Vec<_>>().join(" ").replace("[`", "`").replace("`]", "`")
@@ -143,23 +142,24 @@ fn is_of_tests(path: &str) -> bool {
 }
 
 /// The code before a message: of an error, of what a process answers when it does not do its part, and of a note.
-const MARKS: [&str; 5] = [
+const MARKS: [&str; 9] = [
     "#[error(",
     "wrong_state(format!(",
     "message: format!(",
     ".because(format!(",
     ".notes().add(format!(",
+    "member.notes().add(",
+    "note_of_attach(format!(",
+    "|wrong| format!(",
+    " because ",
 ];
 
 /// The messages in `text` that have words of their own, each with its offset: one word is filled up by others.
 fn messages(text: &str) -> Vec<(usize, String)> {
     let marks = MARKS.iter().flat_map(|mark| text.match_indices(mark));
-    let is_comment = |offset: usize| {
-        let line = text[..offset].rsplit('\n').next().unwrap_or_default();
-        line.trim_start().starts_with("//")
-    };
+    let line = |offset: usize| text[..offset].rsplit('\n').next().map(str::trim_start);
     marks
-        .filter(|(offset, _)| !is_comment(*offset))
+        .filter(|(offset, _)| line(*offset).is_some_and(|line| !line.starts_with("//")))
         .filter_map(|(offset, mark)| {
             let inside = text[offset + mark.len()..].trim_start();
             let message = filled(&literal(inside.strip_prefix('"')?));
@@ -178,13 +178,9 @@ fn literal(source: &str) -> String {
         match letter {
             '"' => break,
             '\\' => match rest.next() {
-                Some('\n') => {
-                    let after = rest.as_str().trim_start();
-                    rest = after.chars();
-                }
+                Some('\n') => rest = rest.as_str().trim_start().chars(),
                 Some('n') => text.push('\n'),
-                Some(other) => text.push(other),
-                None => break,
+                other => text.extend(other),
             },
             other => text.push(other),
         }
@@ -203,11 +199,7 @@ fn filled(text: &str) -> String {
                 message.push(letter);
             }
             '{' => {
-                for inside in rest.by_ref() {
-                    if inside == '}' {
-                        break;
-                    }
-                }
+                let _end = rest.find(|inside| *inside == '}');
                 if !message.ends_with(GAP) {
                     message.push(GAP);
                 }
@@ -233,6 +225,8 @@ mod tests {
         // #[error("in a comment")]
         Failure { kind, message: format!("process {id} waits") }
         FailureKind::NotNow.because(format!("process {id} rests"))
+        cuA(a: c_int) because "it was refused"
+        member.notes().add("it failed inside".to_owned())
     "#;
 
     #[test]
@@ -245,6 +239,8 @@ mod tests {
                 "two lines of one message, and {braces}: …",
                 "process … waits",
                 "process … rests",
+                "it failed inside",
+                "it was refused",
             ]
         );
     }

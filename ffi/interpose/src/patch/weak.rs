@@ -17,7 +17,8 @@ struct Found {
     name: CString,
 }
 
-/// Makes null each weak reference to a function of ours, told by `is_ours`, which `is_there` says that nobody else has.
+/// Makes each weak reference to a function of Sublet's (`is_ours`) null if no other library has that function
+/// (`is_there`).
 ///
 /// Called once, as this library is initialised: all that came with the program is bound, and none of its threads runs.
 pub(crate) fn clear(

@@ -86,7 +86,7 @@ fn moved(report: &Report, gpus: &Gpus) -> String {
     format!("{} {done}{place}{}", units::bytes(bytes), copied.unwrap_or_default())
 }
 
-/// Both halves of a swap of which each was done; none of another.
+/// Both halves of a swap if both were done, else none.
 pub(super) fn swap(swap: &Swap, how: ShowArgs, look: fn() -> Gpus) -> Option<Vec<String>> {
     let (Outcome::Completed(paused), Outcome::Completed(resumed)) = (&swap.paused, &swap.resumed)
     else {

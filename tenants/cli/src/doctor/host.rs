@@ -80,12 +80,12 @@ fn host_memory(figures: &[HostFigure]) -> Check {
         return Check::warn(
             subject,
             "/proc/meminfo does not say how much is available",
-            "see that it holds what tenants keep while paused",
+            "check that it has room for the saved contents of paused tenants",
         );
     };
-    let finding = format!("{} available to keep contents in", units::bytes(free));
+    let finding = format!("{} available for saved contents", units::bytes(free));
     if free < HOST_BYTES_LOW {
-        let next_step = "mark what need not survive a pause as `discard`, or free host memory";
+        let next_step = "mark memory that needs no saving as `discard`, or free host memory";
         Check::warn(subject, finding, next_step)
     } else {
         Check::ok(subject, finding)
@@ -123,9 +123,7 @@ fn open_files(hard: Option<u64>) -> Check {
             "raise the hard limit before the job starts: ulimit -Hn 1048576 as root, --ulimit nofile=1048576 for Docker, \
              LimitNOFILE=1048576 for systemd; of a process that runs: prlimit --pid PID --nofile=1048576:1048576",
         ),
-        Some(files) => {
-            Check::ok(subject, format!("limit {files}, which a resume uses while it lasts"))
-        }
+        Some(files) => Check::ok(subject, format!("limit {files}")),
     }
 }
 
@@ -136,7 +134,7 @@ fn huge_pages(enabled: Option<&str>) -> Check {
         rest.split_once(']').map(|(chosen, _)| chosen)
     });
     match chosen {
-        Some("always" | "madvise") => Check::ok(subject, "transparent huge pages can be had"),
+        Some("always" | "madvise") => Check::ok(subject, "transparent huge pages are available"),
         Some(_) | None => Check::warn(
             subject,
             "no transparent huge pages, so the first pause takes longer",
@@ -165,8 +163,8 @@ const RULES: &[Rule] = &[
     Rule {
         name: "NCCL_EP_TIMEOUT_MS",
         matters: is_shorter_than_a_hold,
-        finding: "kernels of NCCL EP count a rank as failed that a pause has held for longer: they mask it, or \
-                  end their process",
+        finding: "if a pause holds a rank for longer, kernels of NCCL EP count it as failed: they mask it, or end \
+                  their process",
         next_step: "set it above 70000, or unset it; or pause between steps (watchdogs.md in the folder of `sublet docs`)",
     },
     Rule {
@@ -185,13 +183,13 @@ const RULES: &[Rule] = &[
         name: "NCCL_GDRCOPY_ENABLE",
         matters: |value| value == "1",
         finding: "memory that GDRCopy has pinned stays on the GPU during a pause, NCCL's work queues among it",
-        next_step: "unset it to have that memory back",
+        next_step: "unset it, and that memory leaves too",
     },
     Rule {
         name: "NCCL_NET_GDR_LEVEL",
         matters: |value| value != "LOC" && value != "0",
         finding: "memory registered with network cards, by DMA-BUF or by libibverbs, stays on the GPU during a pause",
-        next_step: "set it to LOC to have that memory back, at some cost in bandwidth between nodes",
+        next_step: "set it to LOC, and that memory leaves too, at some cost in bandwidth between nodes",
     },
     Rule {
         name: "PYTORCH_CUDA_ALLOC_CONF",
@@ -248,10 +246,10 @@ mod tests {
         };
         let check = host_memory(&[figure(100)]);
         assert_eq!(check.level, Level::Ok);
-        assert_eq!(check.finding, "100 GiB available to keep contents in");
+        assert_eq!(check.finding, "100 GiB available for saved contents");
         let check = host_memory(&[figure(100), figure(4)]);
         assert_eq!(check.level, Level::Warn);
-        assert_eq!(check.finding, "4 GiB available to keep contents in");
+        assert_eq!(check.finding, "4 GiB available for saved contents");
         assert_eq!(host_memory(&[]).level, Level::Warn);
     }
 

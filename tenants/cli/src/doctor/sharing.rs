@@ -47,8 +47,7 @@ fn mps(dir: &Path, is_named: bool, proc: &Path) -> Check {
     Check::warn(
         subject,
         format!(
-            "a control daemon listens in {} ({who}): CUDA programs then run under MPS, where no pause has been tried, and \
-             whether memory leaves and comes back right is not established",
+            "a control daemon listens in {} ({who}): CUDA programs then run under MPS, where no pause has been tried",
             dir.display()
         ),
         "end it (echo quit | nvidia-cuda-mps-control), or compare a job's results with and without pauses before you rely on it",

@@ -73,7 +73,7 @@ fn listen(
     serve::serve(address, look, &interrupt, |address| {
         if !address.ip().is_loopback() {
             output::complain(&format!(
-                "everybody who reaches {address} can read which tenants and processes there are, and what they hold"
+                "every user who reaches {address} can read the names and the memory of tenants and processes"
             ));
         }
         output.line(format!("serving http://{address}/metrics until Ctrl-C or SIGTERM"));
@@ -94,7 +94,7 @@ impl Figures {
         let (gpus, fell_silent) = self.gpus.look(Gpus::try_look);
         if fell_silent {
             output::complain(
-                "NVIDIA's management library does not answer: GPUs' own figures are left out from here on",
+                "NVIDIA's management library does not answer: its figures of GPUs are left out from now on",
             );
         }
         let mut view = View::gather_with(&self.run_dir, None, gpus)?;
@@ -231,9 +231,9 @@ fn budgets(view: &View, registry: &mut Registry) {
             stats.budgets.iter().filter_map(sample)
         })
     };
-    let help = "What a tenant may hold of a GPU, where it may not hold all";
+    let help = "Budget of a tenant on a GPU";
     gauge(registry, "budget_bytes", help, bytes(|gpu| gpu.budget_bytes));
-    let help = "What counts against a tenant's budget of a GPU, where its processes count";
+    let help = "Memory that counts against a tenant's budget on a GPU";
     gauge(registry, "budget_held_bytes", help, bytes(|gpu| Some(gpu.held_bytes)));
 }
 
@@ -252,7 +252,7 @@ fn processes(view: &View, registry: &mut Registry) {
     let help = "Processes of a tenant that did not answer";
     gauge(registry, "silent_processes", help, silent);
     let changing = each(|tenant| u64::from(!tenant.changed_by.is_empty()));
-    let help = "Is somebody pausing, resuming or saving the tenant? 0 or 1";
+    let help = "1 while a command pauses, resumes or saves the tenant, else 0";
     gauge(registry, "changing", help, changing);
 }
 
@@ -267,7 +267,7 @@ fn left_bytes(view: &View, registry: &mut Registry) {
             all.map(|(uuid, bytes)| (on_gpu(view, &tenant.stats.tenant, uuid), bytes))
         })
     });
-    let help = "What the paused processes of a tenant have on a GPU, contexts too, as NVIDIA's management library tells";
+    let help = "Memory of paused processes of a tenant on a GPU, contexts included, from NVML";
     gauge(registry, "left_bytes", help, left);
     let outside = view.outside.iter().flatten().flat_map(|outside| {
         let tenant = outside.strayed_from.as_deref().unwrap_or_default();
@@ -329,7 +329,7 @@ struct PauseSeconds(BTreeMap<String, PauseTimes>);
 
 impl Collector for PauseSeconds {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let help = "How long pauses took, each process for itself";
+        let help = "Time of pauses, by process";
         let mut metric = encoder.encode_descriptor(
             "pause",
             help,

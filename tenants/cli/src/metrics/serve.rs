@@ -69,7 +69,7 @@ fn ask(source: &Source, limit: Duration) -> Look {
     source.send(say).ok();
     said.recv_timeout(limit).unwrap_or_else(|_| {
         Err(format!(
-            "no answer within {} ms: a process may stand still, which `sublet ps` names",
+            "no answer within {} ms: a process may stand still: `sublet ps` names it",
             limit.as_millis()
         ))
     })

@@ -77,7 +77,7 @@ fn lent_remark(lent: &Lent) -> String {
 /// Its contexts are away too.
 fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
     (member.state == MemberState::Deep).then(|| {
-        format!("deep pause: nothing of it is on a GPU, its contexts neither; `sublet resume {tenant}` brings it back")
+        format!("deep pause: neither its memory nor its contexts are on a GPU; `sublet resume {tenant}` restores both")
     })
 }
 
@@ -88,7 +88,7 @@ fn stayed_remark(member: &MemberStats) -> Option<String> {
         classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes)).sum();
     (member.member.state == MemberState::Paused && overdue_bytes > 0).then(|| {
         format!(
-            "{} of device memory should have gone with the pause and have not: a resume and another pause try again",
+            "a pause could not free {} of device memory: resume the tenant, and pause it again",
             units::bytes(overdue_bytes)
         )
     })
@@ -104,7 +104,7 @@ fn host_remark(host: &HostProgress) -> Option<String> {
             "{held} of {wanted} of host memory is ready for a pause, and more comes in"
         )),
         HostStage::Waits => Some(format!(
-            "{held} of {wanted} of host memory is ready for a pause; the rest waits for the one under way"
+            "{held} of {wanted} of host memory is ready for a pause; the rest follows after the current pause or resume"
         )),
         HostStage::Stopped(failure) => Some(format!(
             "{held} of {wanted} of host memory is ready for a pause, and no more comes in: {failure}"

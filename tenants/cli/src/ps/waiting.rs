@@ -7,7 +7,7 @@ use crate::view::TenantView;
 /// The most processes that are named.
 const NAMED_MAX: usize = 4;
 
-/// Sentences, the most important first; none where nobody waits. `command_of` gives the command line of a process.
+/// Sentences, the most important first. Empty if no process waits. `command_of` gives the command line of a process.
 pub(super) fn sentences(tenant: &TenantView, command_of: impl Fn(u32) -> String) -> Vec<String> {
     let members = &tenant.stats.members;
     let mut said = Vec::new();
@@ -39,7 +39,7 @@ pub(super) fn sentences(tenant: &TenantView, command_of: impl Fn(u32) -> String)
     }
     if tenant.changed_by.is_empty() && !moving.is_empty() {
         said.push(
-            "nobody holds the tenant: its processes settle what was left half done".to_owned(),
+            "no command holds the tenant: its processes settle an interrupted change".to_owned(),
         );
     }
     said

@@ -60,7 +60,7 @@ pub enum RunDirError {
     /// A cleaner of old files removed the lock on turns, so another process may decide about turns meanwhile. Sublet
     /// tries a switch again if it had not begun. Exclude the run directory from the cleaner.
     #[error(
-        "the file of the lock on turns was removed, as cleaners of old files do; what has been is not written down"
+        "the file of the lock on turns was removed, as cleaners of old files do; earlier decisions are not recorded"
     )]
     TurnsLockGone,
     /// One process switches tenants at a time, and another one does. The message has its process id. Nothing was
@@ -102,7 +102,7 @@ pub enum RunDirError {
     },
 }
 
-/// The error for a name of a file of ours that is no regular file.
+/// The error for a file of Sublet's that is not a regular file.
 pub(super) fn no_file() -> io::Error {
     io::Error::from_raw_os_error(libc::ENODEV)
 }

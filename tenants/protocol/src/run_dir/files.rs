@@ -64,7 +64,7 @@ pub fn io_error(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) 
     move |source| RunDirError::Io { operation, path, source }
 }
 
-/// The names in the directory `path` that are valid text; others are none of ours.
+/// The names in the directory `path` that are valid text. Sublet makes no other names.
 ///
 /// # Errors
 /// [`RunDirError::Io`].
@@ -134,7 +134,7 @@ pub fn is_still_named(file: &File, path: &Path) -> bool {
     is_same(file, fs::symlink_metadata(path))
 }
 
-/// Is `file` the one that was `found`?
+/// Is `file` the same file as `found`?
 pub fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let found = found.map(identity).ok();

@@ -68,8 +68,8 @@ pub struct Wish {
 }
 
 impl Wish {
-    /// On `file`, which nobody else has this opening of. None where the file system knows no such locks: then who wants
-    /// it alone has to be lucky.
+    /// On `file`, whose open file description nobody else has. None where the file system knows no such locks: then who
+    /// wants it alone has to be lucky.
     pub(super) fn new(file: File) -> Option<Self> {
         set(&file, ALL, libc::F_RDLCK).ok()?;
         Some(Self { file: file.into() })
@@ -100,7 +100,7 @@ fn flock((l_start, l_len): Stretch, kind: i32) -> libc::flock {
     libc::flock { l_type, l_whence, l_start, l_len, l_pid: 0 }
 }
 
-/// A stretch of a file that is locked for moments; given up when dropped.
+/// A range of a file that is locked for a short time. Dropping it unlocks it.
 #[derive(Debug)]
 pub struct StretchLock<'a>(&'a File, Stretch);
 

@@ -62,7 +62,7 @@ pub fn check(path: &Path) -> Result<(), RunDirError> {
     check_own(&above, &name, path)
 }
 
-/// Checks that nobody else can put something in the place of `path`, or of a directory above it.
+/// Checks that no other user can replace `path`, or a directory above it.
 ///
 /// # Errors
 /// [`RunDirError`].
@@ -146,7 +146,7 @@ fn check_above(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
         return refuse(
             path,
             format!("belongs to user {}, who could replace what lies in it", status.st_uid),
-            "choose a place under directories of root's and yours".to_owned(),
+            "choose a place under directories that belong to root or to you".to_owned(),
         );
     }
     let open_to_others = status.st_mode & 0o022 != 0;

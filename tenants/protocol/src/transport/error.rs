@@ -45,8 +45,8 @@ pub enum TransportError {
     /// Device memory passes only between processes that see each other's process ids. The memory was not opened.
     /// Start both containers in one namespace (`docker run --pid=container:NAME`).
     #[error(
-        "{peer} is not in this process's pid namespace, and no memory passes between two: start both in one (docker run \
-         --pid=container:NAME)"
+        "{peer} is not in this process's pid namespace, and processes of two pid namespaces share no memory: start \
+         both in one (docker run --pid=container:NAME)"
     )]
     OtherNamespace { peer: Peer },
     /// Another program listens at that socket. Nothing was changed. `sublet doctor` checks the run directory.

@@ -23,7 +23,7 @@ pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
-/// Length of the part of it that says whose frame this is, and of which version, in bytes.
+/// Length in bytes of its first part, which has the mark of Sublet and the version.
 pub const HEAD_BYTES: usize = 6;
 
 pub(super) const MAGIC: [u8; 4] = *b"SBLT";

@@ -37,7 +37,7 @@ impl Peer {
         Self { pid: u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0) }
     }
 
-    /// Its process id in our namespace; none when it lives in one that we cannot see.
+    /// Its process id in this process's namespace, or none if it is in a namespace that is not visible here.
     pub fn pid(self) -> Option<u32> {
         self.pid
     }
@@ -189,7 +189,7 @@ impl Process {
     }
 }
 
-/// A process whose end is known when it comes.
+/// A process whose end this handle reports.
 #[derive(Debug)]
 pub struct Watched(Option<UninheritedFd>);
 
