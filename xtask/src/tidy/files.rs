@@ -3,8 +3,6 @@
 use super::{Finding, ceiling, has_extension, is_rust};
 
 const LINES_MAX: usize = 600;
-/// Of tests, and of models of the product that only tests run.
-const LINES_MAX_OF_TESTS: usize = 800;
 /// Made by a program, so its size is not a choice.
 const GENERATED: [&str; 1] = ["ffi/src/bindings.rs"];
 
@@ -35,19 +33,13 @@ pub(crate) fn check(path: &str, text: &str) -> Vec<Finding> {
 
 fn size(path: &str, text: &str) -> Option<Finding> {
     let lines = text.lines().count();
-    let counted = ["rs", "py", "md"].iter().any(|extension| has_extension(path, extension));
-    let most = if is_test(path) { LINES_MAX_OF_TESTS } else { LINES_MAX };
-    if counted && lines > most && !GENERATED.contains(&path) {
-        let what = format!("{lines} lines, more than {most}");
-        return Some(Finding::new(path, most + 1, what, "split the file by subject"));
+    let kinds = ["rs", "py", "md", "c", "h", "sh"];
+    let counted = kinds.iter().any(|extension| has_extension(path, extension));
+    if counted && lines > LINES_MAX && !GENERATED.contains(&path) {
+        let what = format!("{lines} lines, more than {LINES_MAX}");
+        return Some(Finding::new(path, LINES_MAX + 1, what, "split the file by subject"));
     }
     None
-}
-
-fn is_test(path: &str) -> bool {
-    let mut folders = path.split('/').rev();
-    let name = folders.next().unwrap_or_default();
-    ["model.rs", "tests.rs"].contains(&name) || folders.any(|folder| folder == "tests")
 }
 
 /// Paths of the machine that somebody happened to work on.
@@ -149,9 +141,7 @@ mod tests {
         let text = "x\n".repeat(LINES_MAX + 1);
         let found = size("docs/long.md", &text).unwrap().to_string();
         assert_eq!(found, "docs/long.md:601: 601 lines, more than 600; split the file by subject");
-        assert_eq!(size("a/tests/b.rs", &text), None);
-        assert_eq!(size("a/model.rs", &text), None);
-        assert!(size("tests/b.rs", &"x\n".repeat(LINES_MAX_OF_TESTS + 1)).is_some());
+        assert!(size("tests/b.c", &text).is_some());
         assert_eq!(size("docs/long.md", &"x\n".repeat(LINES_MAX)), None);
         assert_eq!(size("docs/long.txt", &text), None);
         assert_eq!(size(GENERATED[0], &text), None);

@@ -11,6 +11,7 @@ mod odd_orders;
 mod process;
 mod slab_holds;
 mod slab_threads;
+mod slabbed;
 mod slabs;
 #[path = "../../../tests/pool_sim/stage.rs"]
 #[expect(dead_code, reason = "the pool's tests use the rest")]

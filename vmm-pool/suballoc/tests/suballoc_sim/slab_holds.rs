@@ -6,7 +6,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{AccessDesc, AllocationProp, DeviceAddress, DriverCode, DriverOp, VaRange};
 use vmm_pool::{Known, PoolError, PoolResult, VirtualHandle};
 
-use crate::slabs::{
+use crate::slabbed::{
     SLAB_BYTES, allocate, assert_nothing_left, create, free, free_range, is_clear, nccl,
     reserved_range, slabbed,
 };

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vmm_pool::VirtualHandle;
 use vmm_pool::driver::{AccessDesc, VaRange};
 
-use crate::slabs::{
+use crate::slabbed::{
     allocate, assert_nothing_left, create, free, free_range, import, is_clear, objects, place,
     pool, slabbed,
 };

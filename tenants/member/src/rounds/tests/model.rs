@@ -1,102 +1,17 @@
 //! Members, coordinators, and what is on its way between them, as a state machine. What becomes of an order, what is
 //! answered to those that ask, and how a round ends are asked of the code that decides it in production.
 
-use std::collections::{BTreeMap, VecDeque};
+mod member;
+mod setting;
 
-use crate::progress::Outlook;
-use crate::rounds::{Admission, OfRound, PAST_MAX, Rounds, Said, Verdict, known};
+use std::collections::VecDeque;
+
+use crate::rounds::{Admission, PAST_MAX, Said, Verdict, known};
 use sublet_protocol::phase::Stage;
 use sublet_protocol::wire::RoundEnd;
 
-/// The bounds on what may happen in a search.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Setting {
-    pub(super) members: usize,
-    pub(super) coordinators: usize,
-    /// The number of coordinators that may die.
-    pub(super) deaths: u8,
-    /// The lock's file may be removed, so that two coordinators lead at a time.
-    pub(super) lock_goes: bool,
-    /// Coordinators may call what they lead off.
-    pub(super) calls_off: bool,
-    /// Coordinators may be silent for so long that members hang up on them.
-    pub(super) stands_still: bool,
-    /// The number of times that a member may begin to pause and resume by itself.
-    pub(super) own: u8,
-    /// The number of times that a coordinator may say the same twice.
-    pub(super) repeats: u8,
-    /// The number of times that a member may be stopped for longer than others wait for it.
-    pub(super) stops: u8,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Order {
-    Begin,
-    Prepare,
-    Commit,
-    /// Behind the point of no return.
-    Verify,
-    Abort,
-    Settle,
-}
-
-const ALL: [Order; 5] = [Order::Begin, Order::Prepare, Order::Commit, Order::Verify, Order::Abort];
-
-impl Order {
-    fn stage(self) -> Stage {
-        match self {
-            Self::Begin | Self::Prepare => Stage::Prepare,
-            Self::Commit | Self::Verify => Stage::Commit,
-            Self::Abort => Stage::Abort,
-            Self::Settle => Stage::Settle,
-        }
-    }
-
-    fn is_last(self) -> bool {
-        matches!(self, Self::Verify | Self::Abort | Self::Settle)
-    }
-
-    /// Returns the next order of a coordinator.
-    fn next(self) -> Option<Self> {
-        match self {
-            Self::Settle => Some(Self::Begin),
-            Self::Begin => Some(Self::Prepare),
-            Self::Prepare => Some(Self::Commit),
-            Self::Commit => Some(Self::Verify),
-            Self::Verify | Self::Abort => None,
-        }
-    }
-}
-
-/// The progress of a member with what it was told to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum At {
-    Rest,
-    Begun(u64),
-    Prepared(u64),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Settling {
-    round: Option<u64>,
-    said: Said,
-    asked: Vec<bool>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Member {
-    rounds: Rounds,
-    at: At,
-    /// The settling that the worker is at.
-    settling: Option<Settling>,
-    /// The coordinator that waits for the member to settle.
-    asks_to_settle: Option<usize>,
-    /// The ends of rounds of several members, as they were here.
-    ends: BTreeMap<u64, Verdict>,
-    is_stopped: bool,
-    /// Others have gone on without it.
-    was_passed_by: bool,
-}
+use self::member::{ALL, At, Member, Order, Settling};
+pub(super) use self::setting::{Event, Setting};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Answer {
@@ -147,30 +62,6 @@ pub(super) struct State {
     pub(super) asked: Option<Verdict>,
 }
 
-/// An event that can happen next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Event {
-    LockGoes,
-    Starts(usize),
-    /// A coordinator sends its order to a member.
-    Sends(usize, usize),
-    Repeats(usize, usize),
-    CallsOff(usize),
-    /// All have answered.
-    GoesOn(usize),
-    Dies(usize),
-    /// A member reads what a coordinator has sent.
-    Reads(usize, usize),
-    SeesItsEnd(usize, usize),
-    /// It was silent for too long.
-    HangsUpOn(usize, usize),
-    Asks(usize, usize),
-    Decides(usize),
-    ActsAlone(usize),
-    Stops(usize),
-    GoesOnAfterStop(usize),
-}
-
 fn round_of(coordinator: usize) -> u64 {
     100 + coordinator as u64
 }
@@ -181,148 +72,6 @@ fn connection_of(coordinator: usize) -> u64 {
 
 /// A connection of none of them.
 const STRANGE: u64 = 99;
-
-impl Member {
-    fn rests(&self) -> bool {
-        self.at == At::Rest
-    }
-
-    fn outlook(&self) -> Outlook {
-        match self.at {
-            At::Rest | At::Begun(_) => Outlook::Aborts,
-            At::Prepared(_) => Outlook::InDoubt,
-        }
-    }
-
-    fn admit(&mut self, connection: u64, round: u64, alone: bool, order: Order) -> Admission {
-        let rests = self.rests();
-        self.rounds.admit(connection, OfRound { round, alone, stage: order.stage() }, rests)
-    }
-
-    /// Does what the worker does on an order. Returns false where the order does not follow the step before.
-    fn obey(&mut self, round: u64, order: Order) -> bool {
-        let done = match (order, self.at) {
-            (Order::Begin, At::Rest) => {
-                self.at = At::Begun(round);
-                true
-            }
-            (Order::Prepare, At::Begun(begun)) => {
-                assert_eq!(begun, round, "an order of another round is obeyed");
-                self.at = At::Prepared(round);
-                true
-            }
-            (Order::Commit, At::Prepared(begun)) => {
-                assert_eq!(begun, round, "an order of another round is obeyed");
-                self.end(round, Verdict::Commit);
-                true
-            }
-            (Order::Abort, At::Begun(begun) | At::Prepared(begun)) => {
-                assert_eq!(begun, round, "an order of another round is obeyed");
-                self.end(round, Verdict::Abort);
-                true
-            }
-            (Order::Verify | Order::Abort, At::Rest) => true,
-            _ => false,
-        };
-        if order.is_last() {
-            self.rounds.last_step_taken(round, self.rests());
-        }
-        done
-    }
-
-    fn end(&mut self, round: u64, verdict: Verdict) {
-        self.at = At::Rest;
-        self.ends.insert(round, verdict);
-    }
-}
-
-impl Setting {
-    pub(super) fn start(&self) -> State {
-        let member = Member {
-            rounds: Rounds::default(),
-            at: At::Rest,
-            settling: None,
-            asks_to_settle: None,
-            ends: BTreeMap::new(),
-            is_stopped: false,
-            was_passed_by: false,
-        };
-        let line = Line { unread: VecDeque::new(), is_closed: false, answer: None };
-        let coordinator = Coordinator {
-            life: Life::Waits,
-            lines: vec![line; self.members],
-            takes: vec![false; self.members],
-        };
-        State {
-            members: vec![member; self.members],
-            coordinators: vec![coordinator; self.coordinators],
-            own: 0,
-            repeats: 0,
-            stops: 0,
-            deaths: 0,
-            lock_is_gone: false,
-            may_part: false,
-            own_was_refused: false,
-            own_was_taken: false,
-            asked: None,
-        }
-    }
-
-    /// All that may happen.
-    pub(super) fn events(&self, state: &State) -> Vec<Event> {
-        let (members, coordinators) = (0..self.members, 0..self.coordinators);
-        let mut events = Vec::new();
-        if self.lock_goes && !state.lock_is_gone {
-            events.push(Event::LockGoes);
-        }
-        for c in coordinators {
-            events.extend([Event::Starts(c), Event::GoesOn(c), Event::Dies(c), Event::CallsOff(c)]);
-            for m in members.clone() {
-                events.extend([
-                    Event::Sends(c, m),
-                    Event::Repeats(c, m),
-                    Event::Reads(m, c),
-                    Event::SeesItsEnd(m, c),
-                    Event::HangsUpOn(m, c),
-                ]);
-            }
-        }
-        for m in members.clone() {
-            events.extend([
-                Event::Decides(m),
-                Event::ActsAlone(m),
-                Event::Stops(m),
-                Event::GoesOnAfterStop(m),
-            ]);
-            events.extend(members.clone().map(|other| Event::Asks(m, other)));
-        }
-        events.retain(|event| self.after(state, *event).is_some());
-        events
-    }
-
-    /// The state after `event`; none where it cannot happen.
-    pub(super) fn after(&self, state: &State, event: Event) -> Option<State> {
-        let mut next = state.clone();
-        let happens = match event {
-            Event::LockGoes => next.lock_goes(),
-            Event::Starts(c) => next.starts(c),
-            Event::Sends(c, m) => next.sends(c, m),
-            Event::Repeats(c, m) => state.repeats < self.repeats && next.repeats(c, m),
-            Event::CallsOff(c) => self.calls_off && next.calls_off(c),
-            Event::GoesOn(c) => next.goes_on(c),
-            Event::Dies(c) => state.deaths < self.deaths && next.dies(c),
-            Event::Reads(m, c) => next.reads(m, c),
-            Event::SeesItsEnd(m, c) => next.sees_its_end(m, c),
-            Event::HangsUpOn(m, c) => self.stands_still && next.hangs_up_on(m, c),
-            Event::Asks(m, other) => next.asks(m, other),
-            Event::Decides(m) => next.decides(m),
-            Event::ActsAlone(m) => state.own < self.own && next.acts_alone(m),
-            Event::Stops(m) => state.stops < self.stops && next.stops(m),
-            Event::GoesOnAfterStop(m) => next.goes_on_after_stop(m),
-        };
-        happens.then_some(next)
-    }
-}
 
 impl State {
     /// While somebody holds it, and another one is to come.
