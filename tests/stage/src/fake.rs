@@ -4,33 +4,18 @@
 
 mod agent;
 
-use std::io::IoSlice;
-use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags};
-use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
-use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport, Schedule};
+use vmm_pool::Schedule;
 
-use crate::script::{Deed, Fault, GIB, RELEASE_WINDOW, Script};
+use crate::script::{Deed, Script};
 use tenants::coordinator::{Coordinator, Event, Options};
 use tenants::identity::{MemberId, TenantName};
-use tenants::references::References;
 use tenants::run_dir::RunDir;
-use tenants::saving::SaveAccount;
-use tenants::stepping::{Activity, StepOrder};
-use tenants::transport::frame::encode;
-use tenants::transport::{Connection, Listener, TransportError, poll_until};
-use tenants::wire::{
-    DeviceDelta, Drained, Failure, FailureKind, GiveUp, HostProgress, Idleness, Lending,
-    MemberInfo, MemberState, MemberStats, Needed, Order, PauseTimes, Phase, PhaseAnswer,
-    PhaseReport, Reply, Request, RoundEnd, SaveProgress, SaveStage, SaveStep, StageLeft,
-    StageReport, StepOn, TakePhase, Window,
-};
+use tenants::wire::{MemberState, Phase};
 
 use self::agent::Agent;
 

@@ -4,19 +4,16 @@ use std::io::IoSlice;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
 use vmm_pool::driver::DeviceOrdinal;
-use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport, Schedule};
+use vmm_pool::{ClassBytes, CopiedBytes, DeviceReport, PoolReport};
 
 use crate::script::{Deed, Fault, GIB, RELEASE_WINDOW, Script};
-use tenants::coordinator::{Coordinator, Event, Options};
-use tenants::identity::{MemberId, TenantName};
+use tenants::identity::MemberId;
 use tenants::references::References;
-use tenants::run_dir::RunDir;
 use tenants::saving::SaveAccount;
 use tenants::stepping::{Activity, StepOrder};
 use tenants::transport::frame::encode;
