@@ -405,8 +405,7 @@ mod tests {
     #[test]
     fn a_wait_for_the_ledger_goes_on_whatever_signals_come() {
         // Without SA_RESTART a signal ends the wait of the system.
-        let action =
-            SigAction::new(SigHandler::Handler(count), SaFlags::empty(), SigSet::empty());
+        let action = SigAction::new(SigHandler::Handler(count), SaFlags::empty(), SigSet::empty());
         // SAFETY: it adds to an atomic alone.
         unsafe { sigaction(Signal::SIGUSR1, &action) }.unwrap();
         let dir = tempfile::tempdir().unwrap();
