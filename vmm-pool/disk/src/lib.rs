@@ -1,4 +1,4 @@
-//! Saved contents in files. A pool has [`file`] make its own, which has no name; [`WriteOut`] writes what is saved to named ones,
+//! Saved contents in files. A pool has [`file()`] make its own, which has no name; [`WriteOut`] writes what is saved to named ones,
 //! which outlive the process.
 
 mod file;
