@@ -1,6 +1,8 @@
 //! Why the pool did not do what it was asked.
 
-use std::path::PathBuf;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use crate::driver::{DeviceAddress, DeviceOrdinal, DriverCode, DriverError};
 
@@ -161,6 +163,18 @@ fn on_device(device: Option<DeviceOrdinal>) -> String {
 }
 
 impl PoolError {
+    /// The system did not do `op` at `place` of a file for saved contents in `dir`.
+    pub fn file_refused(dir: &Path, op: &'static str, place: &Range<u64>, why: io::Error) -> Self {
+        let (dir, size_bytes) = (dir.to_owned(), place.end - place.start);
+        Self::FileRefused { operation: op, dir, offset_bytes: place.start, size_bytes, source: why }
+    }
+
+    /// It did not read `place` of a file for saved contents in `dir`.
+    pub fn file_unreadable(dir: &Path, place: &Range<u64>, source: io::Error) -> Self {
+        let (dir, size_bytes) = (dir.to_owned(), place.end - place.start);
+        Self::FileUnreadable { dir, offset_bytes: place.start, size_bytes, source }
+    }
+
     /// Is a CUDA context beyond use, and with it all device memory of the process that was not saved?
     pub fn poisons_context(&self) -> bool {
         matches!(self, Self::Driver { source, .. } if source.poisons_context())

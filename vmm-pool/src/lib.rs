@@ -47,10 +47,11 @@ pub use prefault::{BroughtIn, HostStanding};
 pub use report::{
     ClassBytes, Contents, CopiedBytes, DeviceReport, KeptBytes, PinnedBytes, PoolReport, SlabTotals,
 };
-pub use saved::{SavedContents, SavedError, Spilled, WriteOut, Written};
+pub use saved::{SavedContents, SavedError, Spilled};
 pub use store::{
-    CHUNK_BYTES as HOST_CHUNK_BYTES, Copies, Copying, HostBudget, HostDemand, Pinned, Schedule,
-    check_file_dir, check_file_length,
+    CHUNK_BYTES as HOST_CHUNK_BYTES, ContentsFile, Copies, Copying, Each, FILE_ALIGNMENT_BYTES,
+    FilePlace, Fill, HeldFile, HostBudget, HostDemand, LookUp, MakeFile, Pinned, SavedPart,
+    Schedule, Slot, ToFile, check_file_length,
 };
 pub use sublet_driver::descriptors::{
     Uninherited, UninheritedFd, close_in_child as close_descriptors_in_child,

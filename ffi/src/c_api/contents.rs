@@ -90,7 +90,7 @@ pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
                 return fail(ARGUMENT, &format!("{} is no directory: {error}", path.display()));
             }
         };
-        answered(vmm_pool::check_file_dir(&dir).map(|()| runtime::set_file_dir(dir)))
+        answered(tenants::keep::check_file_dir(&dir).map(|()| runtime::set_file_dir(dir)))
     })
 }
 

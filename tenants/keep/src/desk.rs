@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use sublet_disk::WriteOut;
 use vmm_pool::driver::Driver;
-use vmm_pool::{Contents, Holding, HoldingSource, Pool, PoolError, Spilled, Stance, WriteOut};
+use vmm_pool::{Contents, Holding, HoldingSource, Pool, PoolError, Spilled, Stance};
 
 use crate::dir::{FILE_PREFIX, SaveDir};
 use crate::map::{

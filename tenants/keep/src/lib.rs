@@ -38,3 +38,4 @@ pub use prepare::{PrepareReport, PreparedProcess, prepare};
 pub use room::room;
 pub use save::{SaveReport, SaveState, save};
 pub use settings::{Settings, is_in_memory};
+pub use sublet_disk::check_file_dir;

@@ -76,6 +76,7 @@ pub fn join<D: Driver>(
     driver: Arc<D>,
 ) -> Result<Arc<Member<D>>, JoinError> {
     Member::join_with(config, driver, |pool, presence| {
+        pool.host_memory().make_files_by(sublet_disk::file);
         Some(Arc::new(Prefault { pool, presence, settings, state: Mutex::default() }))
     })
 }

@@ -12,7 +12,7 @@ use crate::gate::Gate;
 use crate::journal::StepLog;
 use crate::ledger::{Layout, Placed, Rows, Selection, Survey};
 use crate::store::{
-    Copies, Copying, HeldFigures, HostArena, HostBudget, HostDemand, Incoming, Store,
+    Copies, Copying, HeldFigures, HostArena, HostBudget, HostDemand, Incoming, MakeFile, Store,
 };
 use sublet_sync::sync::lock;
 
@@ -47,22 +47,27 @@ impl<D: Driver> HostMemory<D> {
     }
 
     /// Sets the directory where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next
-    /// pause on that begins while no such contents are saved. That pause fails if the directory cannot be used, which
-    /// [`crate::check_file_dir`] tells in advance. Waits while host memory grows.
+    /// pause on that begins while no such contents are saved. That pause fails if the directory cannot be used.
+    /// Waits while host memory grows.
     pub fn set_file_dir(&self, dir: PathBuf) {
-        self.arena().disk.set_dir(dir);
+        self.arena().disk.dir = dir;
+    }
+
+    /// Has `make` make the next file there. Until this is called, a pause with contents for a file fails. Waits while host memory grows.
+    pub fn make_files_by(&self, make: MakeFile) {
+        self.arena().disk.make = make;
     }
 
     /// Returns the directory that [`HostMemory::set_file_dir`] last set. Waits while host memory grows.
     pub fn file_dir(&self) -> PathBuf {
-        self.arena().disk.dir().to_owned()
+        self.arena().disk.dir.clone()
     }
 
     /// For a forked child: closes its copy of the file, which holds disk space that the parent believes to have given back.
     /// Passes over a file that a thread was changing at the fork.
     pub fn close_file_in_child(&self) {
         if let Ok(mut arena) = self.arena.try_lock() {
-            arena.disk.close_in_child();
+            arena.disk.file = None;
         }
     }
 

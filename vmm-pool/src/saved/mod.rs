@@ -1,19 +1,19 @@
-//! Reading what a pause has saved, while its memory is away; and writing it to files that outlive the process.
+//! Reading what a pause has saved, while its memory is away; and moving it to the file.
 
 mod spill;
-mod writeout;
 
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 pub use spill::Spilled;
-pub use writeout::{WriteOut, Written};
 
 use crate::driver::{DeviceAddress, Driver, VaRange};
 use crate::error::{PoolError, PoolResult};
-use crate::pool::Pool;
-use crate::store::{Located, Part, Saved, Store};
+use crate::ids::AllocationId;
+use crate::ledger::Row;
+use crate::pool::{HostMemory, Pool};
+use crate::store::{Located, Part, Saved, SavedPart, Store};
 
 /// Why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -163,5 +163,21 @@ impl<D: Driver> SavedContents<'_, D> {
             at = DeviceAddress(mapped.start.0 + end);
         }
         Ok(pieces)
+    }
+}
+
+impl<D: Driver> HostMemory<D> {
+    /// Finds where a part of an allocation's saved contents lies. None when the allocation is gone, or has none. To be called while no
+    /// step of a pause or resume is under way.
+    ///
+    /// # Errors
+    /// [`PoolError::FileUnreadable`] if there is no file.
+    pub fn part_of(&self, id: AllocationId, part: Range<u64>) -> PoolResult<Option<SavedPart>> {
+        let arena = self.arena();
+        let mut ledger = self.holdings.ledger();
+        let saved = ledger.rows.by_id(id).and_then(Row::saved).cloned();
+        let Some(saved) = saved else { return Ok(None) };
+        let located = arena.locate(&saved, part)?;
+        Ok(Some(SavedPart { located, _kept: ledger.keep_places(vec![saved]) }))
     }
 }

@@ -1,19 +1,13 @@
 //! Saved contents from host memory into the pool's file, to make room for others: what a process that rests can do for one that is
 //! about to.
 
-use std::io::{self, ErrorKind};
-use std::sync::Arc;
 use std::time::Instant;
 
-use super::WriteOut;
 use crate::driver::Driver;
 use crate::error::PoolResult;
 use crate::ids::AllocationId;
 use crate::pool::HostMemory;
-use crate::store::{ALIGNMENT_BYTES, Extent, HostArena, Saved, Store};
-
-/// The bytes that are written between two looks at the clock.
-const AT_ONCE_BYTES: u64 = 64 << 20;
+use crate::store::{Extent, FILE_ALIGNMENT_BYTES, HostArena, Saved, Store};
 
 /// The bytes that one step has moved, and the bytes that are left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,27 +56,14 @@ impl<D: Driver> HostMemory<D> {
             };
             let places: Vec<_> = moves.iter().flat_map(|(_, to)| to.places()).collect();
             let reserved = arena.disk.reserve(&places);
-            (moves, all_bytes, reserved.map(|()| arena.disk.file()))
+            (moves, all_bytes, reserved.map(|()| arena.disk.file.clone()))
         };
-        let is_over = || is_called_off() || Instant::now() >= until;
         let written = file.and_then(|file| {
             let Some(file) = file else { return Ok(0) };
-            let mut out = WriteOut::to(Arc::clone(&file));
-            for (id, to) in &moves {
-                let parts = to.extents.iter().map(|extent| (extent.part(), extent.at));
-                out.add(*id, None, AT_ONCE_BYTES, parts);
-            }
-            let is_done = out.write_until(self, is_over)?;
-            if let (0, Some((_, to))) = (out.whole(), moves.first())
-                && !is_done
-                && !is_called_off()
-            {
-                let why = "one allocation moves as a whole, and its time was over there: a faster disk would do";
-                let (at, source) = (out.written_bytes(), io::Error::new(ErrorKind::TimedOut, why));
-                return Err(file.refused("writing", &(at..at + to.bytes()), source));
-            }
+            let parts = |to: &Saved| to.extents.iter().map(|e| (e.part(), e.at)).collect();
+            let all = moves.iter().map(|(id, to)| (*id, parts(to))).collect();
             // Until then the contents are those in host memory.
-            out.finish().map(|()| out.whole())
+            file.write_out(all, &|id, part| self.part_of(id, part), until, is_called_off)
         });
         let mut arena = self.arena();
         let whole = *written.as_ref().unwrap_or(&0);
@@ -104,7 +85,7 @@ impl<D: Driver> HostMemory<D> {
 /// Gives each of `chosen` its place in the file: behind `end_bytes`, each part of it at a whole page.
 fn in_file(chosen: Vec<(AllocationId, Saved)>, mut end_bytes: u64) -> Vec<(AllocationId, Saved)> {
     let mut place = |extent: &Extent| {
-        let at = end_bytes.next_multiple_of(ALIGNMENT_BYTES);
+        let at = end_bytes.next_multiple_of(FILE_ALIGNMENT_BYTES);
         // OVERFLOW: sizes of allocations that exist on one machine.
         end_bytes = at + extent.size_bytes;
         Extent { at, ..*extent }
@@ -115,6 +96,3 @@ fn in_file(chosen: Vec<(AllocationId, Saved)>, mut end_bytes: u64) -> Vec<(Alloc
     };
     chosen.into_iter().map(to_file).collect()
 }
-
-#[cfg(all(test, feature = "sim"))]
-mod tests;

@@ -22,11 +22,10 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 use super::chunk::{
     BringIn, CHUNK_BYTES, Chunk, Stop, missing_chunks, new_chunk, next_chunk_bytes,
 };
-use super::disk::{ContentsFile, Disk};
 use super::incoming::{Coming, HeldFigures, Incoming, Used};
 use super::places::{Located, Piece};
 use super::ring::{self, Slot};
-use super::{HostBudget, Part, Saved, Store};
+use super::{Disk, HeldFile, HostBudget, Part, Saved, Store};
 use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
@@ -138,7 +137,7 @@ impl<D: Driver> HostArena<D> {
             how: BringIn { toucher_threads, nodes: Vec::new() },
             incoming: Arc::default(),
             growth: None,
-            disk: Disk::new(),
+            disk: Disk::default(),
         }
     }
 
@@ -332,11 +331,11 @@ impl<D: Driver> HostArena<D> {
     pub(crate) fn way_to_file(
         &mut self,
         log: &mut StepLog,
-    ) -> PoolResult<Option<(Vec<Slot>, Arc<ContentsFile>)>> {
+    ) -> PoolResult<Option<(Vec<Slot>, HeldFile)>> {
         self.hold_ring(log)?;
         let is_idle = self.ring.as_mut().is_some_and(|held| !held.is_in_use());
         let slots = self.ring.as_ref().filter(|_| is_idle).map(|held| ring::slots(&held.chunk));
-        Ok(slots.zip(self.disk.file()))
+        Ok(slots.zip(self.disk.file.clone()))
     }
 
     /// Gives all chunks back that lie wholly behind `keep_bytes` and behind the last one that is in use. A context must be
@@ -431,7 +430,7 @@ impl<D: Driver> HostArena<D> {
     pub(crate) fn locate(&self, saved: &Saved, part: Range<u64>) -> PoolResult<Vec<Located>> {
         let mut all = Vec::new();
         for part in saved.parts_of(part) {
-            match (part, saved.store, self.disk.file()) {
+            match (part, saved.store, self.disk.file.clone()) {
                 (Part::Zeros(zeros), _, _) => all.push(Located::Zeros(zeros.end - zeros.start)),
                 (Part::Stored(extent), Store::Host, _) => {
                     all.extend(self.pieces_of(&extent.place()).into_iter().map(Located::InMemory));

@@ -1,23 +1,27 @@
 //! The stores of saved contents: host memory, or a file.
 //!
-//! Both are linear spaces that the ledger's layout gives places in. Contents that go to the file pass through one
-//! chunk of host memory more, the ring ([`ring`]).
+//! Both are linear spaces that the ledger's layout gives places in. The file is a crate's above ([`file`]). Contents that go there
+//! pass through one chunk of host memory more, the ring ([`ring`]).
 
 mod arena;
 mod chunk;
-mod disk;
+mod file;
 mod incoming;
 mod places;
 mod ring;
-mod sums;
 
 pub(crate) use arena::{HostArena, Pins, bring_in};
 pub use chunk::{CHUNK_BYTES, Pinned};
-pub(crate) use disk::{ALIGNMENT_BYTES, ContentsFile, Writer};
-pub use disk::{check_file_dir, check_file_length};
+pub use file::{
+    ContentsFile, Each, FILE_ALIGNMENT_BYTES, FilePlace, Fill, HeldFile, LookUp, MakeFile, ToFile,
+    check_file_length,
+};
+pub(crate) use file::{Disk, nothing_to_write_to};
 pub(crate) use incoming::{Coming, HeldFigures, Incoming, Used};
+pub use places::SavedPart;
 pub(crate) use places::{Extent, Located, Part, Piece, Prints, Saved, append};
-pub(crate) use ring::{SLOT_BYTES, SLOT_LENGTH, Slot, read_ahead, write_behind};
+pub(crate) use ring::SLOT_BYTES;
+pub use ring::Slot;
 
 use crate::report::Contents;
 

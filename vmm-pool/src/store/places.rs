@@ -12,9 +12,8 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::Store;
 use super::chunk::Chunk;
-use super::disk::ContentsFile;
+use super::{HeldFile, Store};
 use crate::deferred::InUse;
 use crate::driver::Fingerprint;
 use crate::error::PoolResult;
@@ -166,7 +165,7 @@ impl Piece {
     }
 
     /// A part of it, by offset.
-    pub(super) fn part(&self, part: Range<u64>) -> Self {
+    pub(crate) fn part(&self, part: Range<u64>) -> Self {
         assert!(part.end <= self.part.end - self.part.start, "beyond its piece");
         Self::new(&self.chunk, self.within as u64 + part.start, part)
     }
@@ -202,7 +201,7 @@ pub(crate) enum Located {
     /// In host memory.
     InMemory(Piece),
     /// In the file.
-    InFile(Arc<ContentsFile>, Extent),
+    InFile(HeldFile, Extent),
 }
 
 impl Located {
@@ -212,11 +211,6 @@ impl Located {
             Self::InMemory(piece) => piece.part.end - piece.part.start,
             Self::InFile(_, extent) => extent.size_bytes,
         }
-    }
-
-    /// Returns the bytes, where they lie in memory. No copy of the driver's may be under way there.
-    pub(crate) fn in_memory(&self) -> Option<&[u8]> {
-        if let Self::InMemory(piece) = self { Some(piece.bytes()) } else { None }
     }
 
     /// Copies all of `located` to `target`, which is as long. What a driver is copying there meanwhile is read as nothing meant.
@@ -235,11 +229,39 @@ impl Located {
                 Self::InMemory(piece) => unsafe {
                     bytes.as_mut_ptr().copy_from_nonoverlapping(piece.start().as_ptr(), length);
                 },
-                Self::InFile(file, extent) => file.read(extent.at, bytes, false)?,
+                Self::InFile(file, extent) => file.read(extent.at, bytes)?,
             }
             left = rest;
         }
         Ok(())
+    }
+}
+
+/// A part of an allocation's saved contents, to be read. While it lives, no memory of it goes elsewhere, and a pager puts nothing in its
+/// place.
+#[derive(Debug)]
+pub struct SavedPart {
+    pub(crate) located: Vec<Located>,
+    pub(crate) _kept: Arc<Vec<Saved>>,
+}
+
+impl SavedPart {
+    /// All of its bytes in order, in pieces: where they lie, if that is memory, else in `buffer`.
+    ///
+    /// # Errors
+    /// [`crate::PoolError::FileUnreadable`], [`crate::PoolError::FileCorrupted`].
+    pub fn read<'a>(&'a self, buffer: &'a mut Vec<u8>) -> PoolResult<Vec<&'a [u8]>> {
+        // No copy of the driver's is under way there.
+        let in_memory = |located: &'a Located| {
+            if let Located::InMemory(piece) = located { Some(piece.bytes()) } else { None }
+        };
+        if let Some(pieces) = self.located.iter().map(in_memory).collect() {
+            return Ok(pieces);
+        }
+        let size_bytes: u64 = self.located.iter().map(Located::size_bytes).sum();
+        buffer.resize(usize::try_from(size_bytes).unwrap_or(usize::MAX), 0);
+        Located::read(&self.located, buffer)?;
+        Ok(vec![buffer])
     }
 }
 

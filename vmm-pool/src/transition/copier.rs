@@ -10,7 +10,7 @@ use crate::driver::{DeviceAddress, DeviceOrdinal, Driver, VaRange};
 use crate::error::PoolResult;
 use crate::journal::StepLog;
 use crate::pool::Pool;
-use crate::store::{Extent, SLOT_BYTES, Slot, read_ahead, write_behind};
+use crate::store::{Extent, SLOT_BYTES, Slot, nothing_to_write_to};
 
 /// Contents of one allocation, where their device reaches them, and where they lie in a store.
 #[derive(Clone, Debug)]
@@ -140,24 +140,18 @@ impl<D: Driver> Copier<'_, D> {
         log: &mut StepLog,
         filed: &[&Transfer],
     ) -> PoolResult<()> {
-        let missing = self.pool.host_memory().arena().disk.nothing_to_write_to();
         let Some((slots, file)) = self.pool.host_memory().arena().way_to_file(log)? else {
-            return Err(missing);
+            return Err(nothing_to_write_to(&self.pool.host_memory().file_dir()));
         };
+        let mut batches = in_batches(filed).into_iter();
         log.timed("save to file", |log| {
-            write_behind(&file, slots, |writing| {
-                for batch in in_batches(filed) {
-                    let Some(slot) = writing.take_slot()? else {
-                        // Its contents would be lost.
-                        return Err(missing);
-                    };
-                    // SAFETY: as the caller vouches; the slot is this batch's alone.
-                    unsafe { pass(log, self.streams.of(batch.device)?, Way::Out, &batch, &slot) }?;
-                    self.pool.copied.add(batch.size_bytes());
-                    let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
-                    writing.write(slot, batch.place, lengths);
-                }
-                Ok(())
+            file.write_behind(slots, &mut |slot| {
+                let Some(batch) = batches.next() else { return Ok(None) };
+                // SAFETY: as the caller vouches; the slot is this batch's alone.
+                unsafe { pass(log, self.streams.of(batch.device)?, Way::Out, &batch, slot) }?;
+                self.pool.copied.add(batch.size_bytes());
+                let lengths = batch.ranges.iter().map(|range| range.size_bytes).collect();
+                Ok(Some((batch.place, lengths)))
             })
         })
     }
@@ -178,7 +172,7 @@ impl<D: Driver> Copier<'_, D> {
             return places.first().map_or(Ok(()), missing);
         };
         log.timed("restore from file", |log| {
-            read_ahead(&file, slots, &places, |index, slot| {
+            file.read_ahead(slots, &places, &mut |index, slot| {
                 let batch = &batches[index];
                 // SAFETY: as the caller vouches; the slot is this batch's alone.
                 unsafe { pass(log, self.streams.of(batch.device)?, Way::In, batch, slot) }?;
@@ -204,7 +198,7 @@ unsafe fn pass<D: Driver>(
     let mut offset = 0;
     let queued = batch.ranges.iter().try_for_each(|&range| {
         log.call();
-        let part = slot.part(offset..offset + range.size_bytes);
+        let part = slot.0.part(offset..offset + range.size_bytes);
         offset += range.size_bytes;
         // SAFETY: as the caller vouches.
         unsafe { copies.start(way, &part, range) }
@@ -220,11 +214,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    #[cfg(feature = "sim")]
-    use crate::ledger::Selection;
     use crate::store::Extent;
-    #[cfg(feature = "sim")]
-    use crate::store::Schedule;
 
     const MIB: u64 = 1 << 20;
     const GPU: DeviceOrdinal = DeviceOrdinal(0);
@@ -287,60 +277,6 @@ mod tests {
         assert_eq!(size_bytes, 8 * MIB);
         // SAFETY: as above.
         unsafe { copier.read_file(&mut log, &[]) }.unwrap();
-    }
-
-    #[cfg(feature = "sim")]
-    #[test]
-    fn what_the_disk_refuses_half_way_stays_on_its_device() {
-        use std::time::{Duration, Instant};
-
-        use crate::driver::sim::{GRANULARITY_BYTES, SimDriver, SimNode, SimOptions};
-        use crate::driver::{AccessDesc, AllocationProp};
-        use crate::{Class, Contents, Copies, Failed, HostBudget, Keeper, PoolError};
-
-        let node = SimNode::private(&[64 * MIB]).unwrap();
-        let driver = Arc::new(SimDriver::new(node, SimOptions::default()));
-        driver.make_current(GPU).unwrap();
-        let (pool, keeper) = Pool::new(Arc::clone(&driver), 1, Vec::new);
-        let class = |contents| Class { library: "test", tag: "weights".to_owned(), contents };
-        for contents in [Contents::Keep, Contents::File] {
-            let prop = AllocationProp::pinned_on(GPU);
-            let entered = pool.enter();
-            let handle = entered.create(GRANULARITY_BYTES, &prop, class(contents)).unwrap();
-            let start = driver.reserve(GRANULARITY_BYTES, 0, DeviceAddress(0)).unwrap();
-            let range = VaRange::new(start, GRANULARITY_BYTES);
-            entered.map(range, 0, handle).unwrap();
-            entered.set_access(range, &[AccessDesc::read_write(GPU)]).unwrap();
-        }
-        let save = |keeper: Keeper<SimDriver>| {
-            let soon = Instant::now() + Duration::from_mins(1);
-            let draining = keeper.close().unwrap();
-            let (quiesced, _) = draining.drain(soon, &crossbeam_channel::never()).unwrap();
-            quiesced.prepare(
-                Selection::Whole,
-                &[],
-                Copies::All,
-                |_| HostBudget(None),
-                Schedule::SaveFirst,
-            )
-        };
-        pool.host_memory().arena().disk.use_full();
-        let free_bytes = || driver.memory_of(GPU).unwrap().free_bytes;
-        let before = free_bytes();
-        let Failed { state: leaving, error } = save(keeper).unwrap_err();
-        assert!(matches!(&error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
-        assert!(
-            error.to_string().contains("(2097152 bytes at 0: No space left on device"),
-            "{error}"
-        );
-        assert_eq!((pool.report().file_bytes, pool.report().host_arena_bytes), (0, 0));
-        let keeper = leaving.undo().unwrap().done.end();
-        // The next file is one of the disk's.
-        let (prepared, _) = save(keeper).unwrap();
-        assert_eq!(free_bytes(), before, "nothing was released before");
-        drop(prepared.depart().release(Schedule::SaveMeanwhile).unwrap());
-        assert_eq!(free_bytes(), before + 2 * GRANULARITY_BYTES);
-        assert_eq!(pool.report().file_bytes, GRANULARITY_BYTES);
     }
 
     #[test]

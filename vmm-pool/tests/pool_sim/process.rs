@@ -78,6 +78,7 @@ impl SimPool {
 
     /// Another hand on the same pool.
     pub(crate) fn of(pool: Arc<Pool<SimDriver>>) -> Self {
+        pool.host_memory().make_files_by(sublet_disk::file);
         Self { pool, stage: Mutex::new(Stage::Rest), told: Mutex::default() }
     }
 

@@ -1,6 +1,6 @@
-//! Disk space for saved contents: one file without a name, in a directory that the pool's user chooses.
+//! The pool's file: without a name, in a directory that the pool's user chooses.
 //!
-//! The file never has a name that outlives its making, so nothing is left behind however the process ends. It is
+//! It never has a name that outlives its making, so nothing is left behind however the process ends. It is
 //! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
 //! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
 //! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
@@ -18,43 +18,43 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
-use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::fstatvfs;
 
-use super::sums::Sums;
-use crate::error::{PoolError, PoolResult};
+use vmm_pool::{
+    ContentsFile, Each, FILE_ALIGNMENT_BYTES, Fill, HeldFile, LookUp, PoolError, PoolResult, Slot,
+    ToFile, check_file_length,
+};
 
-/// The directory of the file, unless the pool's user says otherwise.
-const DEFAULT_DIR: &str = "/tmp";
+use crate::ring::{read_ahead, write_behind};
+use crate::sums::Sums;
+use crate::writeout::WriteOut;
 
-/// The alignment, in bytes, of the start and the end of pieces that go past the page cache, in the file and in memory.
-/// Every disk takes it.
-pub(crate) const ALIGNMENT_BYTES: u64 = 4096;
-
-/// The directory, and the file while it holds anything.
+/// A file for saved contents. Disk space is held by its parts that have been reserved and not given back.
 #[derive(Debug)]
-pub(crate) struct Disk {
-    dir: PathBuf,
-    file: Option<Arc<ContentsFile>>,
-}
-
-/// The file. Disk space is held by its parts that have been reserved and not given back.
-#[derive(Debug)]
-pub(crate) struct ContentsFile {
-    file: File,
+pub(crate) struct DiskFile {
+    pub(crate) file: File,
     /// The same, past the page cache; none where the filesystem refuses that.
     direct: Option<File>,
     /// The filesystem has refused a piece that it should have taken.
     is_direct_refused: AtomicBool,
     sums: Sums,
     /// The directory in which it was made, for messages.
-    dir: PathBuf,
+    pub(crate) dir: PathBuf,
     /// The offset of a piece that never gets to the disk.
     #[cfg(test)]
     broken_at: Option<u64>,
+}
+
+/// Makes a file in `dir`, for [`vmm_pool::HostMemory::make_files_by`].
+///
+/// # Errors
+/// [`PoolError::FileRefused`].
+pub fn file(dir: &Path) -> PoolResult<HeldFile> {
+    Ok(Arc::new(DiskFile::create(dir)?.past_the_cache()))
 }
 
 /// Can files for saved contents be made and written in `dir`? Nothing stays there.
@@ -62,101 +62,77 @@ pub(crate) struct ContentsFile {
 /// # Errors
 /// [`PoolError::FileRefused`].
 pub fn check_file_dir(dir: &Path) -> PoolResult<()> {
-    let file = ContentsFile::create(dir)?;
+    let file = DiskFile::create(dir)?;
     file.check_limit(1)?;
     file.write(0, &[0])
 }
 
-/// May a file of this process end at this byte (`ulimit -f`)? A write beyond its limit brings a signal that ends the process (`SIGXFSZ`), so it is
-/// asked before each write by a thread of the application's. Makes one system call.
-///
-/// # Errors
-/// `EFBIG`, as the kernel has it if the signal is ignored.
-pub fn check_file_length(end_bytes: u64) -> io::Result<()> {
-    match getrlimit(Resource::RLIMIT_FSIZE) {
-        Ok((limit, _)) if end_bytes > limit => Err(Errno::EFBIG.into()),
-        Ok(_) | Err(_) => Ok(()),
-    }
-}
-
-impl Disk {
-    pub(super) fn new() -> Self {
-        Self { dir: PathBuf::from(DEFAULT_DIR), file: None }
-    }
-
-    pub(crate) fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    /// From the next file on.
-    pub(crate) fn set_dir(&mut self, dir: PathBuf) {
-        self.dir = dir;
-    }
-
-    /// The file; there is one while anything is saved in it.
-    pub(crate) fn file(&self) -> Option<Arc<ContentsFile>> {
-        self.file.clone()
-    }
-
-    /// That there is no file, or no ring before it, where one is needed.
-    pub(crate) fn nothing_to_write_to(&self) -> PoolError {
-        refused(&self.dir, "writing", &(0..0), io::ErrorKind::NotFound.into())
-    }
-
-    /// As [`Disk::nothing_to_write_to`], for `place`, which is to be read.
-    pub(crate) fn nothing_to_read(&self, place: &Range<u64>) -> PoolError {
-        unreadable(&self.dir, place, io::ErrorKind::NotFound.into())
-    }
-
-    /// Takes disk space for `places`, which hold nothing yet. What was taken by a reservation that failed half-way
-    /// is given back by the next [`Disk::keep_only`].
-    ///
-    /// # Errors
-    /// [`PoolError::OutOfDisk`], [`PoolError::FileRefused`].
-    pub(crate) fn reserve(&mut self, places: &[Range<u64>]) -> PoolResult<()> {
-        let Some(end_bytes) = places.iter().map(|place| place.end).max() else {
-            return Ok(());
-        };
-        let file = match self.file.take() {
-            Some(file) => file,
-            None => Arc::new(ContentsFile::create(&self.dir)?.past_the_cache()),
-        };
-        let file = self.file.insert(file);
-        file.check_limit(end_bytes)?;
-        file.check_space(places.iter().map(|place| place.end - place.start).sum())?;
-        places.iter().try_for_each(|place| file.take_space(place))
-    }
-
-    /// Gives back all disk space but that of `live`, which are in order and apart. When nothing is left this
-    /// returns the file: closing it gives the space back, which takes a while. Who reads it now closes it.
-    pub(crate) fn keep_only(&mut self, live: &[Range<u64>]) -> Option<OwnedFd> {
-        let Some(last) = live.last() else {
-            return self.file.take().and_then(Arc::into_inner).map(|file| file.file.into());
-        };
-        let file = self.file.as_ref()?;
-        let mut begin = 0;
-        for place in live {
-            file.give_space_back(&(begin..place.start));
-            begin = place.end;
+impl ContentsFile for DiskFile {
+    fn reserve(&self, places: &[Range<u64>]) -> PoolResult<()> {
+        self.check_limit(places.iter().map(|place| place.end).max().unwrap_or(0))?;
+        let needed_bytes = places.iter().map(|place| place.end - place.start).sum();
+        let space = fstatvfs(&self.file)
+            .map_err(|errno| self.refused("reserving", &(0..needed_bytes), errno.into()))?;
+        let free_bytes = space.blocks_available().saturating_mul(space.fragment_size());
+        if free_bytes < needed_bytes {
+            return Err(PoolError::OutOfDisk { dir: self.dir.clone(), needed_bytes, free_bytes });
         }
-        file.sums.forget(&(last.end..u64::MAX));
-        if let Err(error) = file.file.set_len(last.end) {
+        // Processes that pause at the same time see the same free space. This refuses the second one.
+        places.iter().try_for_each(|place| self.take_space(place))
+    }
+
+    fn keep_only(&self, live: &[Range<u64>]) {
+        let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let mut end = 0;
+        for place in live {
+            let gap = end..place.start;
+            end = place.end;
+            if gap.is_empty() {
+                continue;
+            }
+            self.sums.forget(&gap);
+            let (offset, length) = signed(&gap);
+            if let Err(error) = fallocate(&self.file, flags, offset, length) {
+                tracing::debug!(%error, "disk space of contents that are back stays with the file");
+            }
+        }
+        self.sums.forget(&(end..u64::MAX));
+        if let Err(error) = self.file.set_len(end) {
             tracing::debug!(%error, "disk space behind saved contents stays until the next resume");
         }
-        None
     }
 
-    /// For a forked child: closes its copy of the file, which would hold the disk space beyond the parent's end.
-    pub(crate) fn close_in_child(&mut self) {
-        self.file = None;
+    fn write_behind(&self, ring: Vec<Slot>, fill: Fill<'_>) -> PoolResult<()> {
+        write_behind(self, ring, fill)
+    }
+
+    fn read_ahead(&self, ring: Vec<Slot>, all: &[Range<u64>], each: Each<'_>) -> PoolResult<()> {
+        read_ahead(self, ring, all, each)
+    }
+
+    fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> PoolResult<()> {
+        self.read_written(offset_bytes, bytes, false)
+    }
+
+    fn write_out(
+        self: Arc<Self>,
+        all: Vec<ToFile>,
+        look_up: LookUp<'_>,
+        until: Instant,
+        is_called_off: &dyn Fn() -> bool,
+    ) -> PoolResult<usize> {
+        WriteOut::move_in_time(self, all, look_up, until, is_called_off)
+    }
+
+    fn into_fd(self: Arc<Self>) -> Option<OwnedFd> {
+        Arc::into_inner(self).map(|own| own.file.into())
     }
 }
 
-impl ContentsFile {
-    fn create(dir: &Path) -> PoolResult<Self> {
-        let file = tempfile::tempfile_in(dir);
-        let file = file.map_err(|source| refused(dir, "making", &(0..0), source))?;
-        Ok(Self::over(file, dir.to_owned()))
+impl DiskFile {
+    pub(crate) fn create(dir: &Path) -> PoolResult<Self> {
+        let refused = |source| PoolError::file_refused(dir, "making", &(0..0), source);
+        Ok(Self::over(tempfile::tempfile_in(dir).map_err(refused)?, dir.to_owned()))
     }
 
     /// As one of ours: a file that lies in `dir` and is the caller's.
@@ -173,7 +149,7 @@ impl ContentsFile {
     }
 
     /// The same, with what can go past the page cache going there.
-    fn past_the_cache(mut self) -> Self {
+    pub(crate) fn past_the_cache(mut self) -> Self {
         // The file has no name but this.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let opened = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
@@ -197,20 +173,11 @@ impl ContentsFile {
 
     /// The file past the page cache, where these bytes may go that way.
     fn direct(&self, offset_bytes: u64, bytes: &[u8]) -> Option<&File> {
-        let is_aligned = |value: u64| value.is_multiple_of(ALIGNMENT_BYTES);
-        let are_aligned = is_aligned(offset_bytes)
-            && is_aligned(bytes.len() as u64)
-            && is_aligned(bytes.as_ptr().addr() as u64);
+        let ends = [offset_bytes, bytes.len() as u64, bytes.as_ptr().addr() as u64];
+        let are_aligned = ends.iter().all(|end| end.is_multiple_of(FILE_ALIGNMENT_BYTES));
         self.direct
             .as_ref()
             .filter(|_| are_aligned && !self.is_direct_refused.load(Ordering::Relaxed))
-    }
-
-    /// Gives the file this size; what is not written of it takes no space.
-    pub(crate) fn extend_to(&self, end_bytes: u64) -> PoolResult<()> {
-        self.check_limit(end_bytes)?;
-        let extended = self.file.set_len(end_bytes);
-        extended.map_err(|source| self.refused("making", &(0..end_bytes), source))
     }
 
     /// As [`check_file_length`].
@@ -219,43 +186,7 @@ impl ContentsFile {
         checked.map_err(|source| self.refused("reserving", &(0..end_bytes), source))
     }
 
-    /// Checks the free space that the filesystem reports. Processes that pause at the same time see the same free
-    /// space, and [`ContentsFile::take_space`] refuses the second one.
-    fn check_space(&self, needed_bytes: u64) -> PoolResult<()> {
-        let space = fstatvfs(&self.file)
-            .map_err(|errno| self.refused("reserving", &(0..needed_bytes), errno.into()))?;
-        let free_bytes = space.blocks_available().saturating_mul(space.fragment_size());
-        if free_bytes < needed_bytes {
-            return Err(PoolError::OutOfDisk { dir: self.dir.clone(), needed_bytes, free_bytes });
-        }
-        Ok(())
-    }
-
-    fn take_space(&self, place: &Range<u64>) -> PoolResult<()> {
-        let (offset, length) = signed(place);
-        loop {
-            match fallocate(&self.file, FallocateFlags::empty(), offset, length) {
-                Err(Errno::EINTR) => {}
-                // Where nothing can be reserved, the write itself finds out.
-                Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::ENODEV) => return Ok(()),
-                Err(errno) => return Err(self.refused("reserving", place, errno.into())),
-            }
-        }
-    }
-
-    fn give_space_back(&self, place: &Range<u64>) {
-        if place.start >= place.end {
-            return;
-        }
-        self.sums.forget(place);
-        let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        let (offset, length) = signed(place);
-        if let Err(error) = fallocate(&self.file, flags, offset, length) {
-            tracing::debug!(%error, "disk space of contents that are back stays with the file");
-        }
-    }
-
-    /// Writes at `offset_bytes`; [`ContentsFile::drop_cached`] sees it to the disk.
+    /// Writes at `offset_bytes`; [`DiskFile::drop_cached`] sees it to the disk.
     fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
@@ -294,7 +225,7 @@ impl ContentsFile {
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
-    pub(super) fn read(
+    pub(crate) fn read_written(
         &self,
         offset_bytes: u64,
         bytes: &mut [u8],
@@ -302,7 +233,7 @@ impl ContentsFile {
     ) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let read = self.read_any(offset_bytes, bytes);
-        read.map_err(|source| self.unreadable(&place, source))?;
+        read.map_err(|source| PoolError::file_unreadable(&self.dir, &place, source))?;
         let checked_bytes = self.check(offset_bytes, bytes)?;
         if is_written && checked_bytes < bytes.len() as u64 {
             return Err(self.corrupted(&place));
@@ -327,21 +258,22 @@ impl ContentsFile {
     fn check(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<u64> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let mut checked_bytes = 0;
-        for block in self.sums.over(&place) {
-            let within = block.place.start.max(place.start)..block.place.end.min(place.end);
+        for (block, crc32) in self.sums.over(&place) {
+            let within = block.start.max(place.start)..block.end.min(place.end);
             checked_bytes += within.end - within.start;
-            let is_right = if within == block.place {
+            let is_of = |bytes: &[u8]| crc32fast::hash(bytes) == crc32;
+            let is_right = if within == block {
                 let at = |end: u64| usize::try_from(end - offset_bytes).unwrap_or(usize::MAX);
-                bytes.get(at(within.start)..at(within.end)).is_some_and(|own| block.is_of(own))
+                bytes.get(at(within.start)..at(within.end)).is_some_and(is_of)
             } else {
-                let length = usize::try_from(block.place.end - block.place.start).unwrap_or(0);
+                let length = usize::try_from(block.end - block.start).unwrap_or(0);
                 let mut whole = vec![0; length];
-                let read = self.file.read_exact_at(&mut whole, block.place.start);
-                read.map_err(|source| self.unreadable(&block.place, source))?;
-                block.is_of(&whole)
+                let read = self.file.read_exact_at(&mut whole, block.start);
+                read.map_err(|source| PoolError::file_unreadable(&self.dir, &block, source))?;
+                is_of(&whole)
             };
             if !is_right {
-                return Err(self.corrupted(&block.place));
+                return Err(self.corrupted(&block));
             }
         }
         Ok(checked_bytes)
@@ -352,6 +284,18 @@ impl ContentsFile {
             dir: self.dir.clone(),
             offset_bytes: place.start,
             size_bytes: place.end - place.start,
+        }
+    }
+
+    fn take_space(&self, place: &Range<u64>) -> PoolResult<()> {
+        let (offset, length) = signed(place);
+        loop {
+            match fallocate(&self.file, FallocateFlags::empty(), offset, length) {
+                Err(Errno::EINTR) => {}
+                // Where nothing can be reserved, the write itself finds out.
+                Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::ENODEV) => return Ok(()),
+                Err(errno) => return Err(self.refused("reserving", place, errno.into())),
+            }
         }
     }
 
@@ -375,17 +319,8 @@ impl ContentsFile {
         }
     }
 
-    pub(crate) fn refused(
-        &self,
-        operation: &'static str,
-        place: &Range<u64>,
-        source: io::Error,
-    ) -> PoolError {
-        refused(&self.dir, operation, place, source)
-    }
-
-    pub(super) fn unreadable(&self, place: &Range<u64>, source: io::Error) -> PoolError {
-        unreadable(&self.dir, place, source)
+    pub(crate) fn refused(&self, op: &'static str, at: &Range<u64>, why: io::Error) -> PoolError {
+        PoolError::file_refused(&self.dir, op, at, why)
     }
 }
 
@@ -393,21 +328,6 @@ impl ContentsFile {
 fn signed(place: &Range<u64>) -> (i64, i64) {
     let [offset, length] = [place.start, place.end - place.start];
     (i64::try_from(offset).unwrap_or(i64::MAX), i64::try_from(length).unwrap_or(i64::MAX))
-}
-
-fn refused(
-    dir: &Path,
-    operation: &'static str,
-    place: &Range<u64>,
-    source: io::Error,
-) -> PoolError {
-    let (offset_bytes, size_bytes) = (place.start, place.end - place.start);
-    PoolError::FileRefused { operation, dir: dir.to_owned(), offset_bytes, size_bytes, source }
-}
-
-fn unreadable(dir: &Path, place: &Range<u64>, source: io::Error) -> PoolError {
-    let (offset_bytes, size_bytes) = (place.start, place.end - place.start);
-    PoolError::FileUnreadable { dir: dir.to_owned(), offset_bytes, size_bytes, source }
 }
 
 /// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
@@ -425,7 +345,7 @@ impl Writer {
     /// [`PoolError::FileRefused`], also of the piece before.
     pub(crate) fn write(
         &mut self,
-        file: &ContentsFile,
+        file: &DiskFile,
         offset_bytes: u64,
         bytes: &[u8],
         lengths_bytes: &[u64],
@@ -437,11 +357,11 @@ impl Writer {
         written.and(settled)
     }
 
-    /// Sees the last piece to the disk and out of host memory; [`ContentsFile::finish`] comes behind all writers.
+    /// Sees the last piece to the disk and out of host memory; [`DiskFile::finish`] comes behind all writers.
     ///
     /// # Errors
     /// [`PoolError::FileRefused`].
-    pub(crate) fn settle(&mut self, file: &ContentsFile) -> PoolResult<()> {
+    pub(crate) fn settle(&mut self, file: &DiskFile) -> PoolResult<()> {
         self.unsettled.take().map_or(Ok(()), |place| file.drop_cached(&place))
     }
 }
@@ -458,20 +378,7 @@ mod tests {
 
     const HALF: usize = 4096;
 
-    impl Disk {
-        pub(crate) fn use_without_flush(&mut self) {
-            self.file = Some(Arc::new(ContentsFile::without_flush()));
-        }
-
-        pub(crate) fn use_full(&mut self) {
-            let file = ContentsFile::full();
-            // It reads as zeros without end.
-            file.sums.note(0, &[0; 4096], &[4096]);
-            self.file = Some(Arc::new(file));
-        }
-    }
-
-    impl ContentsFile {
+    impl DiskFile {
         /// One that behaves as on a disk without space.
         pub(crate) fn full() -> Self {
             Self::device("/dev/full")
@@ -495,23 +402,21 @@ mod tests {
 
     #[test]
     fn what_is_not_in_the_file_is_refused_only_if_it_is_said_to_be_written() {
-        let mut disk = Disk::new();
-        disk.set_dir("/dev/shm".into());
+        let made = DiskFile::create(Path::new("/dev/shm")).unwrap().past_the_cache();
         let (half, all) = (HALF as u64, 0..2 * HALF as u64);
         let mut seen = [1; 2 * HALF];
         for _ in 0..2 {
-            disk.reserve(std::slice::from_ref(&all)).unwrap();
-            let file = disk.file().unwrap();
+            made.reserve(std::slice::from_ref(&all)).unwrap();
             let mut writer = Writer::default();
-            writer.write(&file, 0, &[7; HALF], &[half]).unwrap();
-            file.read(0, &mut seen, false).unwrap();
+            writer.write(&made, 0, &[7; HALF], &[half]).unwrap();
+            made.read(0, &mut seen).unwrap();
             assert_eq!(seen, [[7; HALF], [0; HALF]].concat()[..]);
-            let refused = file.read(0, &mut seen, true).unwrap_err();
+            let refused = made.read_written(0, &mut seen, true).unwrap_err();
             assert!(matches!(refused, PoolError::FileCorrupted { .. }), "{refused}");
-            writer.write(&file, half, &[8; HALF], &[half]).unwrap();
-            file.read(0, &mut seen, true).unwrap();
+            writer.write(&made, half, &[8; HALF], &[half]).unwrap();
+            made.read_written(0, &mut seen, true).unwrap();
             // The next round knows nothing of the second half.
-            assert!(disk.keep_only(std::slice::from_ref(&(0..half))).is_none());
+            made.keep_only(std::slice::from_ref(&(0..half)));
         }
     }
 }

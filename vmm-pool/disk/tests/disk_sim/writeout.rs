@@ -5,11 +5,12 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::sys::resource::{Resource, setrlimit};
+use sublet_disk::{WriteOut, Written};
 use vmm_pool::driver::sim::SimNode;
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, VaRange};
 use vmm_pool::{
     Class, Contents, HOST_CHUNK_BYTES, Holding, HoldingSource, PeerId, Selection, Stance, Tags,
-    VirtualHandle, Whose, WriteOut, Written,
+    VirtualHandle, Whose,
 };
 
 use crate::stage::{

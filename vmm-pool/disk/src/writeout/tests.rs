@@ -1,11 +1,6 @@
+use vmm_pool::{Class, HoldingSource};
+
 use super::*;
-use crate::deferred::Physical;
-use crate::driver::sim::{SimDriver, SimNode, SimOptions};
-use crate::driver::{AllocationProp, DeviceOrdinal, RawHandle};
-use crate::error::PoolError;
-use crate::ledger::{NewRow, Origin};
-use crate::store::Store;
-use crate::{Class, HoldingSource};
 
 const ID: AllocationId = AllocationId([7; 16]);
 
@@ -23,12 +18,12 @@ fn holding(size_bytes: u64, parts: &[Range<u64>]) -> Holding {
 }
 
 fn laid_out(holdings: &[Holding]) -> WriteOut {
-    WriteOut::laid_out(holdings, ContentsFile::full()).0
+    WriteOut::laid_out(holdings, DiskFile::full()).0
 }
 
 /// Of which allocation each piece is, where in it, and where in the file.
 fn pieces(out: WriteOut) -> Vec<(usize, Range<u64>, u64)> {
-    out.left.into_iter().map(|Stretch { source, part, at }| (source, part, at)).collect()
+    out.left.into()
 }
 
 #[test]
@@ -52,23 +47,4 @@ fn large_parts_are_written_piece_by_piece() {
     let ends = [100, 100 + piece, 100 + 2 * piece, 300 + 2 * piece];
     let expected: Vec<_> = ends.windows(2).map(|pair| (0, pair[0]..pair[1], pair[0])).collect();
     assert_eq!(pieces, expected);
-}
-
-#[test]
-fn a_full_disk_is_an_error_that_names_the_place() {
-    let node = SimNode::private(&[64 << 20]).unwrap();
-    let driver = std::sync::Arc::new(SimDriver::new(node, SimOptions::default()));
-    let (pool, _keeper) = Pool::new(driver, 1, Vec::new);
-    pool.host_memory().arena().disk.use_full();
-    let full = holding(4096, &[Range { start: 0, end: 4096 }]);
-    let (prop, class) = (AllocationProp::pinned_on(DeviceOrdinal(0)), Class::default());
-    let (size_bytes, origin) = (full.size_bytes, Origin::Own);
-    let new = NewRow { id: ID, size_bytes, prop, origin, class };
-    let row = pool.ledger().rows.insert(new, Physical::new(RawHandle(1), size_bytes, None));
-    // What is read there is zeros.
-    pool.ledger().saved(row, Saved::whole(Store::File, 0, size_bytes));
-    let mut out = laid_out(&[full]);
-    let error = out.write_on(&pool, Instant::now()).unwrap_err();
-    assert!(matches!(&error, PoolError::FileRefused { size_bytes: 4096, .. }), "{error}");
-    assert!(error.to_string().contains("No space left on device"), "{error}");
 }

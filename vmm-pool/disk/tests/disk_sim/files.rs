@@ -9,11 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use nix::sys::resource::{Resource, setrlimit};
+use sublet_disk::check_file_dir;
 use vmm_pool::driver::sim::{FaultSpan, SimNode};
 use vmm_pool::driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, DriverOp, VaRange};
-use vmm_pool::{
-    Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose, check_file_dir,
-};
+use vmm_pool::{Class, Contents, HostBudget, PoolError, SavedError, Selection, Tags, Whose};
 
 use crate::stage::{
     CAPACITY_BYTES, DEVICE, OTHER, SimPool, UNIT, UNLIMITED, WHOLE, class, create, free_bytes,

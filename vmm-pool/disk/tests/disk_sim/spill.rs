@@ -13,7 +13,6 @@ use crate::stage::{
     DEVICE, GateAt, SimPool, UNIT, class, create, gate_of, holds, map, pattern, pause, pause_tags,
     pool, resume, resume_tags, write,
 };
-use crate::tags::tagged;
 
 const CHUNK: u64 = 256 << 20;
 /// Two of these are more than one chunk holds.
@@ -25,6 +24,10 @@ const WAIT: Duration = Duration::from_mins(1);
 /// No step takes so long.
 fn later() -> Instant {
     Instant::now() + Duration::from_hours(1)
+}
+
+fn tagged(tag: &str, contents: Contents) -> Class {
+    Class { library: "test", tag: tag.to_owned(), contents }
 }
 
 fn a_pool() -> (SimPool, tempfile::TempDir) {
