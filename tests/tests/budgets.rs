@@ -376,7 +376,7 @@ fn what_is_no_budget_or_not_the_tenants_is_refused_before_anything_starts() -> O
     let mut by_hand = stage.hoard("hand", &[], &[("CUDA_VISIBLE_DEVICES", "0")])?;
     takes(&mut by_hand, "create", 2 * MIB)?;
     let late = stage.sublet(&["budget", "hand", "1=1GiB"])?.succeeded()?;
-    assert!(late.stdout.contains("no process of tenant 'hand' sees GPU 1 so far"), "{late:?}");
+    assert!(late.stdout.contains("no process of tenant 'hand' uses GPU 1 yet"), "{late:?}");
     // NVIDIA's management library tells how many there are.
     let words = ["budget", "hand", "7=1GiB"];
     let libraries = stage.libraries_with_nvml();
