@@ -69,10 +69,10 @@ impl<D: Driver> HostMemory<D> {
         (kept, filed)
     }
 
-    /// Populates one chunk of host memory, if a pause of everything would need more than is held. The process then
-    /// holds `most_bytes` at most. The application runs meanwhile. A few threads touch and pin the chunk without a
-    /// lock, and a pause that begins takes the chunk as it is. Makes no context: without one, the pause pins the chunk.
-    /// Call it on a thread of Sublet's that does nothing else.
+    /// Populates one chunk of host memory, if a pause of everything would need more than is held. Does nothing if more
+    /// than `most_bytes` would be held then. The application runs meanwhile. A few threads touch and pin the chunk
+    /// without a lock, and a pause that begins takes the chunk as it is. Makes no context: without one, the pause pins
+    /// the chunk. Call it on a thread of Sublet's that does nothing else.
     ///
     /// # Errors
     /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::Driver`]: the host memory held before stays.

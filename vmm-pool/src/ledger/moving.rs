@@ -84,8 +84,8 @@ impl Ledger {
     }
 
     /// Ends a resume of `rows`. No memory stays in place for the sake of others any more. A process that has fetched
-    /// memory again is its importer, and keeps the memory alive. Returns the rows that the owner's application freed
-    /// meanwhile, and that nobody fetched.
+    /// memory again is its importer. From now on it keeps memory alive that the owner's application freed meanwhile.
+    /// Returns the rows of such memory.
     pub(crate) fn end_fetching(&mut self, rows: &Rows) -> Vec<Row> {
         let handles: Vec<_> = self.rows.iter().map(Row::handle).collect();
         for row in self.rows.iter_mut() {

@@ -180,8 +180,8 @@ impl<D: Driver> Pool<D> {
         self.give(id, serial, |sharing| sharing.add_importer(importer))
     }
 
-    /// As [`Pool::redeem`], for a process of another tenant, which holds the memory as long as its lease is open. It is
-    /// none of the importers that a resume waits for: it requests the memory again.
+    /// As [`Pool::redeem`], for a process of another tenant, which holds the memory as long as its lease is open. A
+    /// pause does not wait for it as for an importer: it requests the memory again.
     ///
     /// # Errors
     /// As [`Pool::redeem`].
