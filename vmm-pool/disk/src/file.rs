@@ -4,6 +4,8 @@
 //! and read past the page cache (`O_DIRECT`), if the filesystem supports that. Such a piece must begin and end at a
 //! page. Other pieces go through the cache. The writer then sends those cached pages to the disk and drops them: each
 //! writer has at most two pieces in host memory. One file may have both kinds of pieces, for they share no page.
+//!
+//! This process keeps checksums of what it writes ([`super::sums`]). If contents differ when they are read, the read
 //! fails.
 
 #![expect(unsafe_code, reason = "calls sync_file_range")]

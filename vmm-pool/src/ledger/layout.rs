@@ -177,8 +177,8 @@ impl<K> Places<K> {
 /// each allocation, and there can be as many gaps as allocations.
 struct Gaps {
     gaps: Vec<Range<u64>>,
-    /// The sizes of the largest gaps, as a binary tree. The root is at 1. The children of `n` are `2 * n` and `2 * n +
-    /// 1`. The leaves are the gaps. Each node has the larger of its children's sizes.
+    /// The sizes of the largest gaps, as a binary tree. The root is at 1. The children of `n` are `2 * n` and
+    /// `2 * n + 1`. The leaves are the gaps. Each node has the larger of its children's sizes.
     largest_bytes: Vec<u64>,
 }
 

@@ -80,6 +80,7 @@ impl<D: Driver> Entered<'_, D> {
     /// Maps `handle` (an import) as a block at an address that the driver chooses. Takes over the caller's reference:
     /// from here on only the mapping keeps the block. If `accessor` has the block open already, it is not mapped again:
     /// its address is returned, and it needs one more [`Inside::block_close`].
+    ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is used up either way.
     ///

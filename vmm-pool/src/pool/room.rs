@@ -61,6 +61,7 @@ impl<D: Driver> Pool<D> {
     /// may retry its allocation. Nothing is given up if that would not be enough, together with free memory. A context
     /// of the device must be current, and the caller must not be inside the gate. *Blocks* while that memory is in use,
     /// for some 10 s at most.
+    ///
     /// # Driver calls
     /// `cuMemGetInfo`, if a lender has spare memory there.
     pub fn make_room(&self, device: DeviceOrdinal, bytes: u64) -> bool {
