@@ -14,7 +14,7 @@ macro_rules! driver_codes {
         impl DriverCode {
             $($(#[$doc])* pub const $name: Self = Self($value);)*
 
-            /// NVIDIA's name for the code, where this build knows it.
+            /// NVIDIA's name for the code, if this build knows it.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 { $($value => Some($text),)* _ => None }
             }
@@ -242,7 +242,7 @@ impl fmt::Display for DriverOp {
     }
 }
 
-/// A driver call that did not succeed. The layer above adds the object, its size and the device.
+/// A driver call that failed. The layer above adds the object, its size and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op} returned {code}")]
 pub struct DriverError {
@@ -253,7 +253,7 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// Could the same call succeed later, when somebody gave memory back?
+    /// Could the same call succeed later, when memory is free again?
     pub fn is_transient(self) -> bool {
         self.code == DriverCode::OUT_OF_MEMORY || self.code == DriverCode::NOT_READY
     }
