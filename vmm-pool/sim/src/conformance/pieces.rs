@@ -1,4 +1,4 @@
-//! Cases about what we have devices do with pieces of memory: fingerprints, fills, and copies by a kernel.
+//! Cases about pieces of memory, and the work of devices on them: fingerprints, fills, and copies by a kernel.
 
 #![expect(
     unsafe_code,
@@ -38,7 +38,7 @@ impl<'a, D: Driver> Pinned<'a, D> {
         Self { driver, slots, start }
     }
 
-    /// The fingerprints of `pieces`.
+    /// Returns the fingerprints of `pieces`.
     fn prints(&mut self, bench: &Bench<'_, D>, pieces: &[VaRange]) -> Vec<Fingerprint> {
         for (slot, piece) in self.slots.iter_mut().zip(pieces) {
             *slot = PieceSlot::asking(*piece);
