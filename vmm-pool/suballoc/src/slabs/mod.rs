@@ -28,12 +28,12 @@
 //! Like the ledger, the table calls nobody. [`crate::cells`] makes the driver agree with the table.
 //!
 //! # Invariants
-//! 1. Cells of a slab do not overlap, and end within it. A cell's handle is in the table as long as it lives, and both
-//!    ways.
-//! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
-//!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
+//! 1. Cells of a slab do not overlap, and end within it. While a cell lives, the table finds the cell by its handle, and the
+//!    handle by the cell.
+//! 2. Each mapping in a window is inside a spot. If the window holds a slab, all mappings are of cells of that slab, each at its
+//!    offset there. Otherwise all are of allocations that stand alone. The spots of a window with a slab are inside the slab.
 //! 3. A cell lives while it has a reference or is mapped. It never moves once it was mapped or shared.
-//! 4. While the driver is asked about a window, it is [`Under::Changing`]: a call that wants something of it waits.
+//! 4. During a driver call about a window, the window is [`Under::Changing`]: other calls about the window wait.
 //! 5. An allocation of its own never becomes a cell.
 
 mod addresses;
