@@ -101,8 +101,7 @@ impl<D: Driver> Worker<'_, D> {
         let (is_early, is_asking) = (waited < ENDS_LIMIT, waited < LAST_LIMIT);
         let is_last = is_awaited && !has_others;
         if self.stay.is_some() {
-            // This thread holds the gate, and a pause would wait for both waits. So it waits for nobody. Filled chunks are
-            // mapped first.
+            // Inside the gate this thread waits for nobody: a pause would wait for both. Filled chunks are mapped first.
             if is_early {
                 let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
                 return;

@@ -37,9 +37,9 @@ pub struct PageReport {
     pub remap_us: u64,
     /// Uses that found all of their memory on the device.
     pub hits: u64,
-    /// Uses that found some of their memory away.
+    /// Uses that did not find all of their memory on the device.
     pub misses: u64,
-    /// Calls that named paged memory. Calls whose chunks the calls before them on their stream used count only here.
+    /// Calls that named paged memory. A call whose chunks earlier calls on its stream used counts only here.
     pub calls: u64,
     /// The time that calls have waited, in microseconds.
     pub waited_us: u64,
