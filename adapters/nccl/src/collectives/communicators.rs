@@ -128,7 +128,7 @@ impl Communicator {
     /// Is the call in non-blocking mode over? Queries NCCL by `ask`, unless the application already knows.
     ///
     /// The query also frees what NCCL keeps of the call (`ncclCommGetAsyncError` in NCCL's `src/init.cc`). So it must not run
-    /// beside the application's own calls. The application's queries come through [`Self::asked_by_application`]. Other calls
+    /// during the application's own calls. The application's queries come through [`Self::asked_by_application`]. Other calls
     /// end our queries first.
     pub(super) fn is_finished(&self, ask: fn(usize) -> NcclResult) -> bool {
         if !self.is_in_progress.load(Ordering::SeqCst) {
