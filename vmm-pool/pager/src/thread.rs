@@ -154,7 +154,7 @@ impl<D: Driver> Worker<'_, D> {
         self.copies.streams().map(drop)
     }
 
-    /// Ends the streams with no copy under way, unless the device has failed.
+    /// Waits for all copies, unless the device has failed. Then it drops the streams.
     fn end_streams(&mut self) {
         let is_broken = self.shared.table().broken.is_some();
         let ended = if is_broken { Ok(()) } else { self.finish_or_leave() };

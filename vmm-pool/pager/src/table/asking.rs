@@ -1,5 +1,5 @@
-//! Chunks that are being filled at addresses of the pager's own, chunks that are copied out, and questions to a device whether
-//! a chunk was written.
+//! Chunks that are being filled at addresses of the pager's own or copied out, and questions to a device whether a chunk was
+//! written.
 //!
 //! *Checks*, which are off by default, find writes that nobody has shown. An idle chunk that equals its copy leaves without
 //! another copy. With checks its device first takes its fingerprints. If the chunk differs from its copy, a kernel wrote it.
