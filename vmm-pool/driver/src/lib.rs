@@ -68,8 +68,8 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuDeviceGetUuid_v2")]
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
-    /// Makes the primary context of `device` current on this thread, and retains it on first use. If there is none, and the
-    /// application works there in a context of its own, it makes that context current instead of a new one.
+    /// Makes the primary context of `device` current on this thread, and retains it on first use. If there is none, it makes no
+    /// new one where the application works in a context of its own: it makes that context current.
     ///
     /// Call this before the calls below that say *context*. The thread must be one of ours: an application's thread would see
     /// its context change.

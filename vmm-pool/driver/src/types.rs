@@ -1,8 +1,8 @@
 //! The plain values that cross the driver boundary.
 //!
 //! Structures that the driver reads or writes have its exact layout (`#[repr(C)]`, checked below against the bindings of
-//! `cudarc`). They hold integers where C has enums. A driver newer than our bindings may use any value, and an unknown
-//! discriminant in a Rust enum would be undefined behaviour.
+//! `cudarc`). They hold integers where C has enums. A driver newer than our bindings may use any value. An unknown discriminant
+//! in a Rust enum would be undefined behaviour.
 
 use std::fmt;
 use std::mem::{offset_of, size_of};

@@ -29,7 +29,8 @@ impl CudaDriver {
         }
         let Some(own) = (self.own_context)(device) else { return Ok(None) };
         let place = usize::try_from(device.0).ok().and_then(|index| self.stands_in.get(index));
-        // The streams of a step belong to the context that the step began in, even if there is a primary one by now.
+        // The streams of a step belong to the context in which the step began. A primary context that was made since does not
+        // change that.
         let is_used = place.is_some_and(|place| place.load(Ordering::Acquire) == own.0);
         if !is_used && self.has_primary_context(device).unwrap_or(true) {
             return Ok(None);
