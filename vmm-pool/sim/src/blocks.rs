@@ -5,9 +5,9 @@
 //! lock, alive. An exclusive lock on a fresh description therefore proves that nobody in any process holds the memory, even
 //! after a `SIGKILL`.
 //!
-//! The ledger never counts too little. It may count too much after a process was killed half-way, or while a descriptor
-//! outlives the handle that it came from. [`Account::reconcile`] makes the ledger exact by looking at every file. It runs only
-//! when memory would run out, or when somebody asks how much is free.
+//! The ledger never counts too little. It may count too much after a process was killed half-way. It may also do so while a
+//! descriptor outlives the handle that it came from. [`Account::reconcile`] makes the ledger exact by looking at every file. It
+//! runs only when memory would run out, or when somebody asks how much is free.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
