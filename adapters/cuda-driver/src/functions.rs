@@ -61,7 +61,7 @@ pub const PREFIX: &str = "cu";
 
 /// Passes every function that we stand in for to the macro `$take`, grouped by our treatment, each with its version.
 ///
-/// A function that waits has its arguments and the memory that it touches, in words of the crate that makes hooks of them.
+/// A function that waits has its arguments and the memory that it touches. Both are in words of the crate that makes hooks.
 #[macro_export]
 macro_rules! driver_functions {
     ($take:ident) => {
