@@ -1,7 +1,7 @@
 //! Names of communicators that are the same in all their processes, without a message to any of them.
 //!
-//! All processes of a tenant run the same version of this library (`tenants` refuses others), so a hash
-//! with fixed keys gives the same value in all of them.
+//! All processes of a tenant run the same version of this library (`tenants` refuses others). So a hash with fixed keys gives
+//! the same value in all of them.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
