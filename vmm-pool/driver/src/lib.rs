@@ -68,8 +68,8 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuDeviceGetUuid_v2")]
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
-    /// Makes the primary context of `device` current on this thread, and retains it on first use. If there is none, it makes no
-    /// new one where the application works in a context of its own: it makes that context current.
+    /// Makes the primary context of `device` current on this thread, and retains it on first use. If there is none, the
+    /// application may work there in a context of its own. Then that context is made current, and no new one is made.
     ///
     /// Call this before the calls below that say *context*. The thread must be one of ours: an application's thread would see
     /// its context change.
