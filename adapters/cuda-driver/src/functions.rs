@@ -66,8 +66,8 @@ pub const PREFIX: &str = "cu";
 macro_rules! driver_functions {
     ($take:ident) => {
         $take! {
-            // A call that names all that it touches waits for no more than that; any other waits for all memory. What it touches of
-            // paged memory is there for the stream that it works on.
+            // A call that names all memory that it touches waits for that memory alone. Any other call waits for all memory.
+            // Paged memory that a call touches is on the device for the stream that it works on.
             waiting {
                 cuLaunchKernel 4000 | cuLaunchKernel_ptsz 7000 (
                     function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
