@@ -551,7 +551,7 @@ mod tests {
         0
     }
 
-    /// Any question or wait, on a thread that captures: seen on driver 580 (`gpu-tests/captured_calls.py`).
+    /// A query or wait on a thread that captures: seen on driver 580 (`gpu-tests/captured_calls.py`).
     extern "C" fn spoils(_: u64) -> c_int {
         SPOILT.set(SPOILT.get() || MODE.get() != CAPTURE_MODE_RELAXED);
         if MODE.get() == CAPTURE_MODE_RELAXED { 0 } else { 900 }
