@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn what_only_the_driver_knows_is_not_made_up() {
         let said = |attribute| said(&facts(None), attribute, INSIDE, || None);
-        // Tokens, rights of no device, a number of the driver's own, an ability of the device's.
+        // These attributes are tokens, rights of no device, a number of the driver's own, and an ability of the device.
         for attribute in [5, attribute::ACCESS_FLAGS, 20, 21, 99] {
             assert_eq!(said(attribute), Said::Unknown, "{attribute}");
         }
