@@ -360,7 +360,7 @@ mod tests {
         let fixture = Fixture::new();
         fixture.graph(GRAPH, &[5]);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
-        // The driver gives the values out again before it is back.
+        // The driver gives the values out again before it returns.
         fixture.graphs.destroy_graph(GRAPH, || {
             fixture.graph(GRAPH, &[6, 6]);
             true
