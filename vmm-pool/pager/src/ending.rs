@@ -27,7 +27,7 @@ impl<D: Driver> PagedWindow<D> {
     /// next list would have.
     pub(super) fn want_ends(&self) -> u64 {
         let below = {
-            // The pager looks under this lock whether it may sleep.
+            // The pager checks under this lock whether it may sleep.
             let _table = self.table();
             self.calls().want_ends()
         };
@@ -165,7 +165,8 @@ impl<D: Driver> Pager<D> {
     /// Ends a call that has given its work to the driver, or will not.
     ///
     /// # Driver calls
-    /// `cuStreamIsCapturing`, `cuEventRecord`, seldom. *Blocks* for the work of a call in another context: `cuStreamSynchronize`.
+    /// `cuStreamIsCapturing` and `cuEventRecord`, both seldom. *Blocks* for the work of a call in another context:
+    /// `cuStreamSynchronize`.
     pub fn end_call(&self, touched: &Touched) {
         let shared = &self.shared;
         match touched.stream {

@@ -61,7 +61,7 @@ pub use self::uses::{In, Touched};
 
 /// The interval at which a wait checks whether the process is paused. Paused time does not count.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The time that the end of a pager waits for its thread.
+/// The longest time that the end of a pager waits for its thread.
 const END_WAIT: Duration = Duration::from_secs(10);
 /// The library that chunks are counted under.
 const LIBRARY: &str = "paged";
@@ -105,7 +105,7 @@ struct PagedWindow<D: Driver> {
     entering: Mutex<bool>,
     /// Notified when the thread has done something, or is to do something.
     changed: Condvar,
-    /// The record of what calls use. Its lock is a leaf.
+    /// The record of the chunks that calls use. Its lock is a leaf.
     calls: Mutex<Calls>,
     /// Events that nobody uses now.
     spare: Arc<Mutex<Vec<RawEvent>>>,

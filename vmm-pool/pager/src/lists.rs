@@ -7,8 +7,8 @@
 //! | wanted | no new calls | all its calls are launched: ending, by the thread that finds that |
 //! | ending | one thread that puts an event behind it | the event is recorded: gone. The stream is captured: wanted |
 //!
-//! The launch of a graph does not say what it uses. Its list holds nothing of that, since graphs hold it themselves; what is freed
-//! meanwhile is added to the list.
+//! The launch of a graph does not say which chunks it uses. Its list holds none of them, since graphs hold them themselves.
+//! Chunks that are freed meanwhile are added to the list.
 
 use vmm_pool::driver::RawStream;
 

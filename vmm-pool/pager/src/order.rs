@@ -15,7 +15,7 @@ const PLACES: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Order {
     uses: Vec<usize>,
-    /// The place of the next use in `uses`, if it is as before.
+    /// The place of the next use in `uses`, if the order is as before.
     cursor: Option<usize>,
 }
 
@@ -125,7 +125,7 @@ mod tests {
         assert!(missed <= 2, "{missed}: where the first step begins again");
         let missed = step.iter().filter(|id| !order.used(**id)).count();
         assert_eq!(missed, 0);
-        // The last of one step is the first of the next, and what is used twice in a row counts once.
+        // The last use of one step is the first of the next. Two uses of a chunk in a row count once.
         let mut once = step.clone();
         once.dedup();
         assert_eq!(once.pop(), Some(once[0]));
@@ -153,7 +153,8 @@ mod tests {
         assert!(order.ahead(1).is_empty());
     }
 
-    /// Misses in each round of a cache of `frames` chunks, which gives up the one that `next_uses` says is used last.
+    /// Counts the misses in each round of a cache of `frames` chunks. The cache gives up the chunk that is used last by
+    /// `next_uses`.
     fn misses(
         rounds: &[Vec<usize>],
         frames: usize,
@@ -192,13 +193,13 @@ mod tests {
                 order.next_uses(CHUNKS)
             });
             let mut left = rounds.concat().into_iter();
-            // Belady's, which knows what comes.
+            // This is Belady's choice, which knows the coming uses.
             let least = misses(&rounds, 6, |_| {
                 left.next();
                 let next = |id| left.clone().position(|use_of| use_of == id);
                 (0..CHUNKS).map(|id| next(id).unwrap_or(usize::MAX)).collect()
             });
-            // Of the last round nobody knows the next.
+            // Nobody knows what follows the last round.
             let known = ours[2..23].iter().zip(&least[2..]);
             assert!(known.clone().all(|(ours, least)| *ours <= least + 1), "{ours:?} {least:?}");
             let more: usize = known.map(|(ours, least)| ours - least.min(ours)).sum();

@@ -71,7 +71,7 @@ mod tests {
         // All but those that stay: of four, four and three by turns.
         assert_eq!([1, 4, 11, 12].map(|frames| misses(&around, frames)), [12, 8, 1, 0]);
         let there_and_back: Vec<_> = (0..12).chain((0..12).rev()).collect();
-        // At each end the frames are used again: two passes, each without them.
+        // At each end the chunks in the frames are used again. So each of the two passes brings all other chunks.
         assert_eq!([4, 8, 12].map(|frames| misses(&there_and_back, frames)), [16, 8, 0]);
         assert_eq!(misses(&[3, 3, 5], 1), 2);
     }

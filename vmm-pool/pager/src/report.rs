@@ -52,7 +52,7 @@ pub struct PageReport {
     pub chunks: String,
 }
 
-/// The counts of what a window has done so far, in chunks, and of its uses.
+/// The counts of a window's work so far, in chunks, and of its uses.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) copied_out: u64,

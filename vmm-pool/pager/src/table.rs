@@ -272,7 +272,7 @@ impl WindowChunks {
         outs.filter(|out| out.is_copy).count()
     }
 
-    /// Allows what the driver refused to be tried again.
+    /// Allows another try of all that the driver refused.
     pub(super) fn try_again(&mut self) {
         self.demand.widen();
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
@@ -286,7 +286,7 @@ impl WindowChunks {
         self.demand.forget_all_but(|_| false);
     }
 
-    /// Is everything that was written saved, but for chunks that graphs use?
+    /// Are all writes saved, except those to chunks that graphs use?
     pub(super) fn is_all_clean(&self, captured: &[usize]) -> bool {
         let is_clean = |chunk: &Chunk| chunk.is_away() || chunk.is_clean();
         let mut chunks = self.chunks.iter().enumerate();
