@@ -152,7 +152,7 @@ mod tests {
         let fd = fd.into_inner();
         assert!(!is_noted(number));
         drop(UninheritedFd::from(fd));
-        // Another test of this process may have a descriptor of this number by now, but none that is noted.
+        // Another test of this process may have a descriptor with this number by now, but not a recorded one.
         assert!(!is_noted(number));
     }
 
@@ -172,7 +172,7 @@ mod tests {
             }
             nix::unistd::ForkResult::Parent { child } => {
                 drop(there);
-                // Would last as long as the child, if that had it.
+                // If the child had the descriptor, it would stay open as long as the child lives.
                 assert_eq!(here.read(&mut [0]).unwrap(), 0);
                 over.write_all(&[1]).unwrap();
                 nix::sys::wait::waitpid(child, None).unwrap();
@@ -184,7 +184,7 @@ mod tests {
     fn what_a_child_has_closed_it_closes_no_second_time() {
         let fd = UninheritedFd::from(OwnedFd::from(File::open("/dev/null").unwrap()));
         let number = fd.as_fd().as_raw_fd();
-        // As a child's end of it: what has the number now is somebody else's.
+        // As after a fork in a child: the number now belongs to another descriptor.
         assert!(NOTED.forget(number));
         drop(fd);
         nix::unistd::close(number).expect("it was left open");

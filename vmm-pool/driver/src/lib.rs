@@ -95,7 +95,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuThreadExchangeStreamCaptureMode")]
     fn stand_beside_captures(&self) -> DriverResult<()>;
 
-    /// Makes a context of the application's own current on this thread, which must be one of ours.
+    /// Makes a context that the application made current on this thread. The thread must be one of ours.
     ///
     /// # Errors
     /// `INVALID_CONTEXT` for a context that is gone.
