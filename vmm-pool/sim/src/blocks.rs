@@ -48,7 +48,7 @@ struct Locked<'a>(std::sync::MutexGuard<'a, File>);
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        // An unlock of a lock that we hold cannot fail; if it did, closing the file would undo it.
+        // To unlock a lock that we hold cannot fail. If it did, closing the file would unlock it.
         self.0.unlock().ok();
     }
 }

@@ -88,7 +88,7 @@ pub struct SimOptions {
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
-    /// May devices reach each other's memory? Where they may not, copies between them still work.
+    /// May devices access each other's memory? If not, copies between them still work.
     pub peer_access: bool,
     /// The version to report; `None` for the node's.
     pub version: Option<DriverVersion>,

@@ -5,7 +5,7 @@
 //! <node>/dev0/ledger          8 bytes: bytes in use; its flock serialises creation and removal
 //! <node>/dev0/h-<id>-<size>-..  one allocation
 //! <node>/host/...             the same for host memory, without a limit
-//! <node>/processes/<pid>      where a process stands that `cuCheckpointProcess*` may be about
+//! <node>/processes/<pid>      the state of a process that `cuCheckpointProcess*` may name
 //! ```
 
 use std::collections::BTreeMap;

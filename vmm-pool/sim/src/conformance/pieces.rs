@@ -68,7 +68,7 @@ fn fingerprints_are_those_of_the_host<D: Driver>(driver: &D, _: Limits) {
     let bench = Bench::new(driver);
     let mapped = bench.mapped(bench.granule_bytes);
     let mut bytes = pattern(3, bench.granule_bytes);
-    // Zeros, but for one bit at the end, and zeros alone.
+    // Zeros with one bit at the end, and zeros alone.
     bytes[1 << 20..(1 << 20) + (256 << 10)].fill(0);
     bytes[(1 << 20) + (128 << 10) - 1] = 0x80;
     bench.write(mapped.range, &bytes);
