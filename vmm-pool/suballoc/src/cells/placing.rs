@@ -3,9 +3,10 @@
 //!
 //! | what is mapped | where | way |
 //! | --- | --- | --- |
-//! | a cell | its own addresses | nothing is to be done: its slab is mapped there |
-//! | a cell | a room | its slab is mapped there, so that it lies at the room's spot |
-//! | a cell that nobody has mapped or shared yet | a spot in a slab's window where no cell is | it is there from now on: it has no bytes to bring, and what was there is cleared |
+//! | a cell | its own addresses | no driver call is made: its slab is mapped there |
+//! | a cell | a room | its slab is mapped there, so that the cell is at the room's spot |
+//! | a cell that nobody has mapped or shared yet | a spot in a slab's window where no cell is | the cell moves there: it has no
+//! contents to bring, and the old contents there are cleared |
 //! | the same | where no slab is | it becomes an allocation of its own |
 //!
 //! The rest is refused, and the refusal names the setting that helps.
