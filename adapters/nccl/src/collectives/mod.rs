@@ -5,7 +5,7 @@
 //! | a collective, `ncclCommWindowRegister`, `ncclCommSuspend` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
 //! | `ncclSend`, `ncclRecv` | the pair's lane; to oneself, nothing |
 //! | `ncclPutSignal`, `ncclSignal`, `ncclWaitSignal` | the signals of that index and context between the two; to oneself, nothing |
-//! | `ncclCommInitRank` and its variants, `ncclCommShrink`, `ncclCommGrow` | the making of the new communicator |
+//! | `ncclCommInitRank` and its variants, `ncclCommShrink`, `ncclCommGrow` | the creation of the new communicator |
 //! | `ncclCommFinalize`, `ncclCommDestroy` | the communicator's end, once |
 //! | `ncclCommAbort`, `ncclCommRevoke` | nothing, and are never held |
 //! | `ncclEpDispatch`, `ncclEpCombine` and others of NCCL EP | see `experts.rs` |
@@ -140,7 +140,7 @@ pub struct Signal {
 pub struct Awaited {
     /// The signal that is waited for.
     pub signal: Signal,
-    /// The number to wait for, beyond those waited for before.
+    /// The number of signals to wait for, in addition to those waited for before.
     pub count: i32,
 }
 
