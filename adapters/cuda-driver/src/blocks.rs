@@ -46,7 +46,7 @@ pub mod stays {
 pub struct Accessors {
     /// Owner to accessors.
     by_owner: Mutex<BTreeMap<DeviceOrdinal, BTreeSet<DeviceOrdinal>>>,
-    /// Pairs of owner and accessor that the driver does not join.
+    /// Pairs of owner and accessor between which the driver gives no access.
     apart: Mutex<BTreeSet<(DeviceOrdinal, DeviceOrdinal)>>,
 }
 

@@ -1,4 +1,4 @@
-//! The driver's memory calls, answered from the pool, whichever library makes them.
+//! The driver's memory calls of all libraries, answered from the pool.
 //!
 //! * [`functions`]: the driver's functions that we stand in for.
 //! * [`caller`]: the library that makes a call.
