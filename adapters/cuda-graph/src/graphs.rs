@@ -393,7 +393,7 @@ mod tests {
         fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
         let ended = fixture.graphs.capture_ended(CAPTURE, Some(body), true);
         assert_eq!(ended, Counted::NotInBody);
-        // Its value may come again for a graph that is no body.
+        // The driver may give its value to a graph that is no body.
         fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
         assert_eq!(fixture.graphs.capture_ended(CAPTURE, Some(body), false), Counted::All);
         fixture.graphs.is_body(body);
@@ -409,7 +409,7 @@ mod tests {
         for round in 0..100 {
             fixture.graphs.instantiated(EXECUTABLE, GRAPH);
             assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)], "{round}");
-            // Many more than are remembered, some of them in the same place.
+            // These are many more than a thread remembers, and some share a slot.
             for executable in 0..2 * REMEMBERED_MAX as u64 {
                 assert_eq!(fixture.launches(1000 + executable), [], "{round}");
             }
