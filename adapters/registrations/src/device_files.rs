@@ -131,7 +131,7 @@ pub fn unseen_pins(
     })
 }
 
-/// The variable that names kinds which are known to pin no device memory.
+/// The environment variable that lists kinds which pin no device memory, as the user says.
 pub const WITHOUT_PINS: &str = "SUBLET_WITHOUT_PINS";
 
 /// Returns the kinds with these names. Other names are ignored.
