@@ -18,7 +18,7 @@ use crate::settings::{Backend, Environment, Settings};
 thread_local! {
     /// The settings of this thread; `None` until they are first needed.
     static SETTINGS: RefCell<Option<Settings>> = const { RefCell::new(None) };
-    /// True while the thread's region does not follow its settings yet.
+    /// True while the thread's settings are not applied to its region yet.
     static IS_CHANGED: Cell<bool> = const { Cell::new(true) };
 }
 
