@@ -147,7 +147,8 @@ impl<D: Driver> Front<D> for Slabs {
         outcome
     }
 
-    /// Sets rights. A device that gets rights to a cell gets them to the whole slab, and keeps them. Callers see the rights
+    /// Sets access rights. A device that gets rights to a cell gets them to the whole slab, and keeps them. Callers see the
+    /// rights
     /// that were set on the cell.
     fn set_access(
         &self,

@@ -121,7 +121,7 @@ impl Windows {
         }
     }
 
-    /// Returns the rights that the driver is to set: `access`, and all rights that were there.
+    /// Returns the rights that the driver is to set: `access`, without loss of a right that its places have already.
     pub(crate) fn wider(&self, window: u64, access: &[AccessDesc]) -> Vec<AccessDesc> {
         let held = self.get(window).map(|window| &window.rights);
         let wider = access.iter().map(|desc| {
