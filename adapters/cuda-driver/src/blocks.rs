@@ -76,8 +76,8 @@ impl Accessors {
         member.pool().enter().open_blocks_to(owner, accessor)
     }
 
-    /// Opens memory for copies after the driver has refused one. The driver copies plain memory between any two devices. Our
-    /// memory is mapped: it copies that only if the current context's device has access (driver 580). So all devices with
+    /// Opens memory for copies after the driver has refused one. The driver copies plain memory between any two devices. It
+    /// copies mapped memory, which ours is, only if the current context's device has access (driver 580). So all devices with
     /// blocks, and `current`, get access to each other's blocks. Returns whether any did: the copy is then worth another try.
     pub fn open_for_copies<D: Driver>(
         &self,
