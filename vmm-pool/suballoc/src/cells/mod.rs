@@ -148,8 +148,7 @@ impl<D: Driver> Front<D> for Slabs {
     }
 
     /// Sets access rights. A device that gets rights to a cell gets them to the whole slab, and keeps them. Callers see the
-    /// rights
-    /// that were set on the cell.
+    /// rights that were set on the cell.
     fn set_access(
         &self,
         entered: &Entered<'_, D>,
