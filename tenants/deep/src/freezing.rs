@@ -163,8 +163,8 @@ fn tell(leg: &mut Session<'_>, phase: Phase, members: &[usize], moved: &mut Move
 }
 
 impl ByDriver {
-    /// Removes the contexts of `members`, which are paused, from the devices. The report has the failures; after a failure, all members
-    /// are paused as before.
+    /// Removes the contexts of `members`, which are paused, from the devices. The report has the failures. After a failure,
+    /// all members are paused as before.
     fn freeze(&self, leg: &mut Session<'_>, members: Vec<usize>) {
         let began = Instant::now();
         let Moved { phase, done, failures, .. } = self.take_off(leg, members);
