@@ -16,7 +16,7 @@ use tenants::identity::TenantName;
 use crate::last_call::{ARGUMENT, OK, fail, guarded, joined, keep_report, nobody, refused, say_no};
 use crate::{bindings, environment, runtime};
 
-/// Returns the text at `pointer`; an error for null.
+/// Returns the text at `pointer`, which is not null.
 ///
 /// # Safety
 /// `pointer` is a terminated string that outlives what is done with the result.
