@@ -197,7 +197,7 @@ def _found(module: ModuleType, name: str) -> tuple[Any, str]:
 
 
 def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
-    """Returns the needed names that the module lacks."""
+    """Returns, as text, the first need that the module lacks; ``None`` if it lacks nothing."""
     for target in targets:
         if target.optional and _theirs(module, target.name) is None:
             continue

@@ -104,7 +104,7 @@ def _refusal(module: ModuleType) -> Optional[str]:
 
 
 def _beyond_ours(module: ModuleType) -> Optional[str]:
-    """Returns the names of their allocator that ours lacks: vLLM may call them."""
+    """Returns, as text, what their allocator has and ours lacks: vLLM may call it."""
     theirs: Any = getattr(module, "CuMemAllocator")
     for name in vars(theirs):
         if name.startswith("_"):
