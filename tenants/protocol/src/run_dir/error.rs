@@ -8,7 +8,7 @@ use crate::code::Code;
 use crate::identity::TenantName;
 use crate::transport::TransportError;
 
-/// A look at a directory on the way to the run directory.
+/// The operation of looking at a directory on the way to the run directory.
 pub(super) const INSPECTION: &str = "inspection";
 
 /// An error of a run directory.
@@ -107,13 +107,13 @@ pub(super) fn no_file() -> io::Error {
     io::Error::from_raw_os_error(libc::ENODEV)
 }
 
-/// Is something else there than a regular file?
+/// Does the error say that the path names something other than a regular file?
 pub fn is_no_file(error: &io::Error) -> bool {
     let codes = [libc::ENODEV, libc::ENXIO, libc::EISDIR, libc::ELOOP];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Returns what helps where the file system is full, or a directory is not there.
+/// Returns the remedy for a full file system or a missing directory.
 fn next_step(operation: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOENT) if operation == INSPECTION => {

@@ -1,11 +1,11 @@
-//! Directories that nobody but us can enter, replace or lead elsewhere.
+//! Directories that no other user can enter, replace or redirect.
 //!
-//! A path is walked one component at a time, each opened without following links, from the root down:
+//! A path is walked from the root down. Each component is opened without following links:
 //!
-//! * every directory above ours belongs to root or to us, and is writable for nobody else, unless it is
-//!   sticky, as `/tmp` is; so nobody else can rename what lies in it;
-//! * a link on the way is followed only when root or we made it, and what it leads to is walked the same;
-//! * our own directory is no link, belongs to us, is closed to group and others, and lies on this machine.
+//! * every directory above ours belongs to root or to us, and nobody else can write to it, unless it is
+//!   sticky, as `/tmp` is; so nobody else can rename anything in it;
+//! * a link on the way is followed only if root or we made it, and its target is walked in the same way;
+//! * our own directory is no link, belongs to us, is closed to group and others, and is on a file system of this machine.
 //!
 //! After that, nobody but root and ourselves can change what the path means, and it may be used as a path:
 //! Unix sockets are bound and connected by name only.
