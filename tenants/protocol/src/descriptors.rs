@@ -14,7 +14,7 @@
 //! | claim to a turn; budget file; locks | the member | the turn, the process, the action ends |
 //! | descriptors in a reply | the receiver, close-on-exec from the receive on | the import is made |
 //! | listener, connections, wake pipe | agent | the process ends |
-//! | reserve, four | agent | a connection takes the place of one where the application has used all others up |
+//! | reserve, four | agent | a connection uses the number, after the application has used all others up |
 
 use std::os::fd::AsFd;
 use std::sync::Mutex;

@@ -151,7 +151,7 @@ impl<'a> Told<'a> {
 pub struct Window {
     /// The number of the stage in its process, counted from 0.
     pub stage: u32,
-    /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
+    /// The most bytes, by the machine-wide name of the device. A device that is not named moves none.
     pub devices: Vec<(String, u64)>,
 }
 

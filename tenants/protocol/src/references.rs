@@ -8,14 +8,14 @@
 //! [`decide`] is a pure function of the reports of all processes. Each reported when its gate was closed and its pool frozen,
 //! so all reports were true at one moment. A process exports nothing from that report until it runs again.
 //!
-//! | the owner of what somebody imports | what happens |
+//! | the owner of imported memory | what happens |
 //! | --- | --- |
 //! | takes part, and still has it | it saves, creates and exports; importers drop theirs at the release, and fetch it again |
-//! | takes part, and has let it go | it stays mapped in all who hold it, counted and named |
+//! | takes part, and has freed it | it stays mapped in all processes that hold it, counted and named |
 //! | lives, and does not take part | it stays |
-//! | lives, and nobody finds it | the pause is refused ([`missing`]): the name of its socket may be gone for a moment |
+//! | lives, and is not found | the pause is refused ([`missing`]): the name of its socket may be missing for a moment |
 //! | has ended | given up at the release; its contents were its owner's to save, and are named as lost |
-//! | any of these, and somebody has pinned it | it stays, in its owner too |
+//! | any of these, and a process has pinned it | it stays, in its owner too |
 //!
 //! The same applies to processes that hold memory which an owner exports: otherwise the owner would save memory to which they
 //! still write. So each process names the processes with which it shares memory, except for those that it knows to have ended.

@@ -4,8 +4,8 @@
 //! <run>/                        0700, ours alone
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
-//!     coordinator.lock          held while somebody pauses or resumes the tenant
-//!     budget                    what its processes hold together, where they have budgets
+//!     coordinator.lock          held while a process pauses or resumes the tenant
+//!     budget                    the memory that its processes hold together, if they have budgets
 //!   .turns/                     0700, ours alone; no tenant has such a name
 //! ```
 //!
@@ -183,7 +183,7 @@ impl RunDir {
 
     /// Opens the socket of member `id` in the directory of `tenant`, created if need be.
     ///
-    /// Tries again when somebody removes the directory as empty just before the socket is in it.
+    /// Tries again if another process removes the empty directory just before the socket is in it.
     ///
     /// # Errors
     /// As [`RunDir::tenant`] and [`TenantDir::socket_path`]; [`RunDirError::Listen`] otherwise.

@@ -37,7 +37,7 @@ pub enum SaveDirError {
     #[error("{} {problem}", path.display())]
     NotPrivate {
         path: PathBuf,
-        /// The problem, and what to do.
+        /// The problem, and the remedy.
         problem: String,
     },
     /// The command and the job see different directories under this name, as in two containers. Nothing was written.

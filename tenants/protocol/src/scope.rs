@@ -70,7 +70,7 @@ impl TagNames {
         }
     }
 
-    /// Is NCCL's own memory named, and how many other tags are?
+    /// Returns whether NCCL's own memory is named, and the number of other named tags.
     pub fn names_nccl(&self) -> (bool, usize) {
         match self {
             Self::All => (false, 0),

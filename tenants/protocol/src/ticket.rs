@@ -224,8 +224,8 @@ fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Returns the watch that tells whether the ticket or lease behind `fd`, which has just been made, is still open anywhere. Uses
-/// a descriptor.
+/// Returns the watch that tells whether the ticket or lease behind `fd`, which must be new, is still open anywhere. Uses a
+/// descriptor.
 ///
 /// # Errors
 /// The system's error, such as too many open files, or no `/proc`.

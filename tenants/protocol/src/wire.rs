@@ -192,7 +192,7 @@ pub struct HostProgress {
     pub pinning_us: u64,
     /// The stage that it has reached.
     pub stage: HostStage,
-    /// To [`HostStep::Need`]: what is missing, and what limits it. No document has it.
+    /// The answer to [`HostStep::Need`]: the missing memory, and its limits. No document has this field.
     #[cfg_attr(feature = "schema", schemars(with = "()"))]
     pub need: Option<HostNeed>,
 }
@@ -269,7 +269,7 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// Of [`Phase::Prepare`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
+    /// For [`Phase::Prepare`], and for releases by stages or early releases: the figures of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Release`]: device memory that stays, and was to make room for others.
     pub stays: Vec<PinnedBytes>,
@@ -520,7 +520,8 @@ pub struct Idleness {
     pub waiting_calls: u64,
 }
 
-/// For people's programs whole seconds, which is what looks every few seconds can tell: so a document stays as long as it was for a while.
+/// Rounds to whole seconds for people's programs. A look every few seconds measures no finer, and a document then stays the
+/// same for a while.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands it out so")]
 fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     let shown_us = if serializer.is_human_readable() { us / 1_000_000 * 1_000_000 } else { *us };

@@ -47,7 +47,7 @@ pub enum RunDirError {
     )]
     Locked {
         tenant: TenantName,
-        /// The processes that hold the lock, as far as the kernel says; several, where each acts for itself alone.
+        /// The processes that hold the lock, as far as the kernel tells; several, if each acts for itself alone.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -70,7 +70,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     Switching {
-        /// The processes that hold the lock, as far as the kernel says.
+        /// The processes that hold the lock, as far as the kernel tells.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -82,7 +82,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     OtherTurns {
-        /// The processes of the other version, as far as the kernel says.
+        /// The processes of the other version, as far as the kernel tells.
         holder_pids: Vec<u32>,
         /// Its version; 0 for Sublets that wrote none.
         found: u32,

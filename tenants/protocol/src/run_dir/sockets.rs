@@ -50,8 +50,8 @@ impl TenantDir {
         Ok(members)
     }
 
-    /// Removes sockets of dead processes among the next few behind member `id`. If many processes die one after the other and
-    /// no command looks, joining processes keep the number of sockets small. Does not block.
+    /// Removes sockets of dead processes among the few ids that follow `id`. If many processes die one after the other and no
+    /// command looks, joining processes keep the number of sockets small. Does not block.
     pub(super) fn sweep_behind(&self, id: MemberId) {
         let Ok(mut sockets) = self.sockets() else { return };
         sockets.retain(|socket| socket.id != id);

@@ -425,7 +425,7 @@ pub enum FailureKind {
     Driver,
     /// Something was lost; the process should be ended.
     Faulted,
-    /// The device could not hold the tenant even if what is to make room for it were away.
+    /// The device could not hold the tenant even if all memory that may make room for it were released.
     DoesNotFit {
         /// The additional bytes that must be free.
         missing_bytes: u64,
