@@ -8,7 +8,7 @@ use super::interrupt::Interrupt;
 use super::peers::{Answer, Peers, Question};
 use super::report::MemberFailure;
 
-/// One question, the time to answer it, and what ends the wait early.
+/// One question, its time limit, and the interrupt that ends the wait early.
 #[derive(Debug)]
 pub struct Inquiry<'a, Q> {
     pub(super) question: Q,

@@ -21,7 +21,7 @@ pub struct GpuBudget {
     pub held_bytes: u64,
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
-    /// The same, as the driver says it.
+    /// The GPU's identity in the driver's form.
     #[serde(skip)]
     pub uuid: DeviceUuid,
 }
@@ -33,7 +33,7 @@ impl GpuBudget {
     }
 }
 
-/// A device that cannot hold what a tenant had there.
+/// A device that cannot hold the memory that a tenant had there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceShortage {

@@ -3,7 +3,7 @@
 //! | moment | features |
 //! | --- | --- |
 //! | before anything moves | [`BEFORE`]: consent, lending, room on the devices |
-//! | behind shut gates | [`BEHIND_GATES`]: lending |
+//! | behind closed gates | [`BEHIND_GATES`]: lending |
 //! | on a refusal | [`ON_REFUSAL`]: newcomers, spilling, names, lending |
 //! | around it | the way to contexts, if there is one: see [`Contexts`](super::Contexts) |
 

@@ -22,7 +22,7 @@ pub struct Interrupt {
 enum Source {
     Pipe {
         read: OwnedFd,
-        /// Prevents that a wait ends because the last writer is gone.
+        /// Keeps a wait from ending because the last writer is gone.
         _write: OwnedFd,
     },
     Timer(TimerFd),

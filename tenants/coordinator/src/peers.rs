@@ -106,13 +106,13 @@ impl Answer {
     }
 }
 
-/// The failure of a member that answered another question than the one it was asked.
+/// The failure of a member whose answer fits another question.
 fn another_answer(who: Who, step: Step) -> MemberFailure {
     let message = "its answer does not fit the question";
     MemberFailure::new(who, step, FailureKind::Unknown, message)
 }
 
-/// The process behind a socket, if it lives.
+/// The outcome of a try to reach the process behind a socket.
 pub(super) enum Reached {
     Peer(Box<Peer>),
     Dead,

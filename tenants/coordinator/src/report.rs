@@ -194,7 +194,7 @@ pub enum Outcome {
     Completed(Box<Report>),
     /// Every process was paused before.
     AlreadyPaused {
-        /// Device memory that stays, as that pause said too.
+        /// Device memory that stays, as in the report of that pause.
         stays: Vec<PinnedBytes>,
     },
     /// Every process was active before.
