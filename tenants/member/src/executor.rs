@@ -37,7 +37,7 @@ pub(super) const NOBODY: u64 = 0;
 
 /// A job of the worker thread.
 pub(super) struct Job {
-    /// The connection that asked; [`NOBODY`] for a step of this process's own.
+    /// The connection that asked; [`NOBODY`] for a step that this process begins itself.
     pub(super) connection: u64,
     pub(super) work: Work,
     pub(super) deadline: Instant,

@@ -75,7 +75,8 @@ impl<D: Driver> Progress<D> {
     }
 }
 
-/// Defines functions that return what a step needs, if the stage is the right one. Another stage is returned as it is.
+/// Defines functions that return the values of a stage, if the progress is at that stage. Otherwise they return the progress as
+/// it is.
 macro_rules! into {
     ($($(#[$doc:meta])* $name:ident: $stage:pat => $needs:expr => $what:ty;)*) => {
         impl<D: Driver> Progress<D> {$(

@@ -132,9 +132,9 @@ pub enum ImportError {
     Miscounted {
         /// Its socket.
         path: PathBuf,
-        /// Descriptors that came.
+        /// The number of received descriptors.
         got: usize,
-        /// Allocations that were requested.
+        /// The number of requested allocations.
         wanted: usize,
     },
     /// The owner of shared memory sent a file that is no device memory. The memory was not opened. The two processes
@@ -417,7 +417,7 @@ impl<D: Driver> Sharing<D> {
         let answer = match kept {
             None => self.ask_anew(owner, &question, deadline),
             Some(mut connection) => match connection.call(&question, deadline) {
-                // The owner may have closed what was idle; a new connection tells whether it lives.
+                // The owner may have closed an idle connection; a new one tells whether the owner lives.
                 Err(error) if error.peer_is_gone() => self.ask_anew(owner, &question, deadline),
                 answer => answer.map(|answer| (answer, connection)),
             },
@@ -471,7 +471,7 @@ fn is_over_later(kind: FailureKind) -> bool {
     matches!(kind, FailureKind::NotNow | FailureKind::LenderAway)
 }
 
-/// Tells whether a descriptor may come from the driver. The driver checks what is behind it, but should never be given
+/// Tells whether a descriptor may come from the driver. The driver checks the file, but must never get
 /// a socket, a pipe, a directory or a block device.
 fn may_be_the_drivers(fd: &OwnedFd) -> bool {
     fstat(fd).is_ok_and(|status| {
