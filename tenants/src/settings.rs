@@ -103,11 +103,11 @@ impl Default for Settings {
 pub struct WrongSetting {
     /// Its name.
     pub name: &'static str,
-    /// The name, the value and what is expected.
+    /// The name, the value and the expected values.
     pub text: String,
 }
 
-/// The function that puts a value into [`Settings`]. Its error says what is expected.
+/// The function that puts a value into [`Settings`]. Its error has the expected values.
 #[derive(Clone, Copy, Debug)]
 enum Put {
     Text(fn(&mut Settings, &str) -> Result<(), String>),
