@@ -176,7 +176,7 @@ mod tests {
         assert_eq!(decided(&by_importer, &[]), [(7, StayReason::Pinned)]);
         let by_owner = [(1, owner(&[pinned(7)])), (2, importer(1, &[held(7)]))];
         assert_eq!(decided(&by_owner, &[]), [(7, StayReason::Pinned)]);
-        // Nobody else holds it: its owner's own pin keeps it.
+        // No other process holds the memory: its owner's own pin keeps it.
         assert_eq!(decided(&[(1, owner(&[pinned(7)]))], &[]), []);
     }
 
