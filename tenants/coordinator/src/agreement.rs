@@ -31,7 +31,7 @@ pub(super) struct Agreed {
 }
 
 impl Agreed {
-    /// Decides from the reports of drained members. They are stopped since then, and export no memory.
+    /// Decides from the reports of drained members. Since then the members are stopped, and export no memory.
     pub(super) fn of(
         cast: &Cast<'_>,
         round: &Round<'_>,
@@ -191,7 +191,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const MANY: u64 = 2048 * MIB;
 
-    /// It copies `copied_bytes`, for which it takes `growth_bytes` of host memory.
+    /// The report of a process that copies `copied_bytes`, and needs `growth_bytes` of host memory for them.
     fn drained(copied_bytes: u64, growth_bytes: u64) -> HostDemand {
         HostDemand {
             saved_bytes: copied_bytes,

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
     use crate::{Coordinator, Event, Options};
 
-    /// A way to the contexts of processes that have an id here.
+    /// Access to the contexts of processes that have an id here.
     #[derive(Debug)]
     struct OfThoseHere;
 

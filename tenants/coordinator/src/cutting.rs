@@ -354,7 +354,7 @@ mod tests {
     fn an_answer_counts_when_it_was_given_under_the_limits_sent_last() {
         let mut held = Held::new(0, CutReport::default());
         assert!(held.fresh);
-        // Twice under the first limits, then under others, with no answer in between.
+        // The member is asked twice under the first limits, then under others, with no answer in between.
         for limit in [1, 1, 2] {
             held.asked(&limits(limit));
         }
@@ -364,7 +364,7 @@ mod tests {
             fresh.push(held.fresh);
         }
         assert_eq!(fresh, [false, false, true]);
-        // Asked again under the same, what it said last still holds.
+        // If the member is asked again under the same limits, its last report still holds.
         held.asked(&limits(2));
         assert!(held.fresh && held.due == 1);
     }

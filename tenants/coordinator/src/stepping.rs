@@ -331,7 +331,7 @@ mod tests {
         assert!(stepped.fresh().is_none());
         stepped.activity = given(0);
         assert!(stepped.fresh().is_some());
-        // Calls were let in, and what it says is of before.
+        // Calls were let in, and the process's report is older than that.
         stepped.sent = 1;
         assert!(stepped.fresh().is_none());
         stepped.activity = given(1);
