@@ -249,14 +249,14 @@ mod tests {
     use super::*;
     use sublet_protocol::transport::frame::encode;
 
-    /// As many clients as there may be, and their other ends.
+    /// The full number of clients, and their other ends.
     fn full() -> (Clients, Vec<UnixStream>) {
         let mut clients = Clients::default();
         let ends = (0..CONNECTIONS_MAX).map(|_| connect(&mut clients).0).collect();
         (clients, ends)
     }
 
-    /// A new client's other end, and who had to go for it.
+    /// A new client's other end, and the client that was closed for it.
     fn connect(clients: &mut Clients) -> (UnixStream, Option<u64>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let closed = clients.add(Connection::accepted(theirs).unwrap(), None);
@@ -281,7 +281,7 @@ mod tests {
         }
         assert!(clients.open_request(second));
         ask(&mut ends[0]);
-        // The second waits for its answer, and the first has asked once more.
+        // The second client waits for its answer, and the first has sent another request.
         assert_eq!(connect(&mut clients).1, Some(third));
         assert!(!clients.has_room(None));
         clients.answer_open(second, &Reply::Noted);

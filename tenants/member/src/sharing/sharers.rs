@@ -233,7 +233,7 @@ mod tests {
         }
     }
 
-    /// New memory of `owner`, as `importer` holds it.
+    /// Makes new memory of `owner`, and returns it as `importer` holds it.
     fn share(owner: &Process, importer: &Process, contents: Contents) -> VirtualHandle {
         let class = Class { library: "test", tag: String::new(), contents };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
@@ -278,7 +278,7 @@ mod tests {
         share(&owner, &importer, Contents::Keep);
         std::fs::remove_dir_all(tenant.run_dir.path()).unwrap();
         assert_eq!(importer.sharing.sharers().dead_owners(), []);
-        // The importer has its name again, and the owner has not.
+        // The importer has its name again, and the owner does not.
         let _again = importer.presence().listen_again().unwrap();
         assert_eq!(importer.sharing.sharers().dead_owners(), []);
         importer.leave();
