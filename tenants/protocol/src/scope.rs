@@ -43,7 +43,7 @@ pub const NCCL_TAG: &str = LIBRARY_TAGS[0];
 pub enum TagNames {
     /// Every tag of a region; for a resume, every tag there is.
     All,
-    /// These tags.
+    /// These.
     Named(BTreeSet<String>),
 }
 

@@ -192,7 +192,7 @@ pub struct HostProgress {
     pub pinning_us: u64,
     /// The stage that it has reached.
     pub stage: HostStage,
-    /// The answer to [`HostStep::Need`]: the missing memory, and its limits. No document has this field.
+    /// To [`HostStep::Need`]: what is missing, and what limits it. No document has it.
     #[cfg_attr(feature = "schema", schemars(with = "()"))]
     pub need: Option<HostNeed>,
 }
@@ -269,7 +269,7 @@ pub struct PhaseReport {
     pub devices: Vec<DeviceDelta>,
     /// Things worth telling a person, such as memory that stays and why.
     pub notes: Vec<String>,
-    /// For [`Phase::Prepare`], and for releases by stages or early releases: the figures of the contents that are kept.
+    /// Of [`Phase::Prepare`], and where memory goes by stages or early of their releases: what became of the contents that are kept.
     pub kept: Option<KeptBytes>,
     /// Of [`Phase::Release`]: device memory that stays, and was to make room for others.
     pub stays: Vec<PinnedBytes>,

@@ -340,7 +340,7 @@ pub enum HostStep {
     CallOff,
 }
 
-/// The reason why a request was not carried out. The kind tells what the caller can do about it.
+/// Why a request was not carried out, by what the asker can do about it.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
