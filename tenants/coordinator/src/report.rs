@@ -104,7 +104,7 @@ pub struct MemberFailure {
     pub who: Who,
     /// In which step.
     pub step: Step,
-    /// The reason.
+    /// Why.
     pub failure: Failure,
 }
 
