@@ -14,7 +14,7 @@
 //! 1. Every mapping names a live row, and that row lists the mapping's start; both ways.
 //! 2. Mappings do not overlap.
 //! 3. A row lives while it has a reference, a mapping, or an open ticket. A row that is not resident also lives as long
-//! as an importer may fetch it again.
+//!    as an importer may fetch it again.
 //! 4. A driver's handle is in one row. If it is in none, its holder must release it.
 
 mod accounts;

@@ -89,7 +89,7 @@ impl Connection {
 
     /// Is the other end's process the process that listens at `path`? Otherwise the listener is returned. Does not block.
     ///
-    /// The system's error.
+    /// # Errors
     /// The system's.
     pub fn listens_at(&self, path: &Path) -> io::Result<Result<(), Peer>> {
         let socket = connect_now(path)?;
