@@ -1,4 +1,4 @@
-//! The commands that a program can give about tenants, each as one value.
+//! The commands of a program about tenants, each as one value.
 //!
 //! Each function of the C interface makes one. Python writes it as JSON, such as
 //! `{"pause": {"tenant": "train", "tags": ["kv"]}}`. The result is JSON too.
@@ -31,7 +31,7 @@ use tenants::scope::{Scope, TagNames};
 use tenants::swap::{swap, swap_with_itself};
 use tenants::wire::Action;
 
-/// A tenant by its name; that of the process that asks where it is none.
+/// A tenant's name; none for the tenant of the requesting process.
 type Name = Option<String>;
 
 type Tags = BTreeSet<String>;
@@ -39,16 +39,16 @@ type Tags = BTreeSet<String>;
 /// The longest wait for a turn, in milliseconds, if the command names none.
 const TURN_WAIT_MS: u32 = 600_000;
 
-/// Something that is asked about tenants. The functions of the same names in `sublet.h` say what each does.
+/// A command about tenants. The functions of the same names in `sublet.h` describe each.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[expect(missing_docs, reason = "the header has the words")]
 pub enum Command {
     Pause(Change),
     Resume(Change),
-    /// A pause that every process of the tenant asks for.
+    /// A pause that every process of the tenant requests.
     PauseTogether {},
-    /// A resume that every process of the tenant asks for.
+    /// A resume that every process of the tenant requests.
     ResumeTogether {},
     ResumeInTurn(Wait),
     Switch(Wait),
@@ -56,7 +56,7 @@ pub enum Command {
     TurnBegin {
         wait_ms: u32,
     },
-    /// No tags are all of that tenant.
+    /// A swap of two tenants. Without tags, a whole tenant is moved.
     Swap {
         tenant: Name,
         #[serde(default)]
@@ -84,27 +84,27 @@ pub enum Command {
 pub struct Change {
     /// Of which tenant.
     pub tenant: Name,
-    /// Only memory of these tags; of all of them where they are empty.
+    /// Only memory of these tags; of all tags if the list is empty.
     pub tags: Option<Tags>,
-    /// Of that, only what the process that asks itself owns.
+    /// Is the change limited to memory that the requesting process owns?
     pub is_own: bool,
-    /// Of a pause that is not of own tags: leave what other tenants have open, and take the rest.
+    /// Does a pause leave memory that other tenants have open, and release the rest? Not for own tags.
     pub leave_lent: bool,
-    /// For each phase, in milliseconds; 0 keeps the phases' own.
+    /// The timeout of each phase, in milliseconds; 0 keeps the phases' own.
     pub timeout_ms: u32,
 }
 
-/// A tenant, and how long somebody waits for it.
+/// A tenant, and the longest wait for it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Wait {
     /// Of which tenant.
     pub tenant: Name,
-    /// For at most so long, in milliseconds.
+    /// The longest wait, in milliseconds.
     pub wait_ms: u32,
 }
 
-/// The process that asks.
+/// The process that gives the command.
 #[derive(Debug)]
 pub struct Asker<'a, D: Driver> {
     /// The directory in which it meets others.
@@ -115,17 +115,17 @@ pub struct Asker<'a, D: Driver> {
     pub tenant: fn() -> Result<TenantName, Trouble>,
     /// The longest wait until the other processes of the tenant make the same call.
     pub together_wait: Duration,
-    /// Gives what [`SwitchOptions::checkpointer`] says.
+    /// Returns the value of [`SwitchOptions::checkpointer`].
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
     /// See [`SwitchOptions::asks`].
     pub asks: fn() -> bool,
     /// See [`Turn::begin`].
     pub is_paused: fn() -> bool,
-    /// Turns that it has begun and not ended.
+    /// Turns that the process has begun and not ended.
     pub turns: &'a Mutex<Vec<Turn>>,
 }
 
-/// Does what `command` says, and returns the report in JSON. Blocks.
+/// Runs `command`, and returns the report in JSON. Blocks.
 ///
 /// # Errors
 /// [`Trouble`].
@@ -202,7 +202,7 @@ impl<D: Driver> Asker<'_, D> {
         name.map_or_else(self.tenant, |name| TenantName::new(&name).map_err(usage))
     }
 
-    /// The tenant of that name, and where its processes meet.
+    /// Returns the tenant of that name, and its run directory.
     fn place_of(&self, name: Name) -> Result<(TenantName, RunDir), Trouble> {
         Ok((self.tenant_of(name)?, (self.run_dir)()?))
     }
@@ -217,19 +217,19 @@ impl<D: Driver> Asker<'_, D> {
         SwitchOptions { wait, checkpointer, asks: Some(self.asks), ..SwitchOptions::default() }
     }
 
-    /// A mark that this process itself asks, where the tenant is its own; for as long as the value lives.
+    /// Marks this thread as the requester, if the tenant is the process's own, for as long as the value lives.
     fn asks_for(&self, tenant: &TenantName) -> Option<AskingThread<'_>> {
         let member = (self.member)().ok().filter(|member| member.presence().tenant() == tenant);
         member.map(|member| member.asking().begin())
     }
 
     fn act_together(&self, action: Action) -> Result<Value, Trouble> {
-        // Where nothing was ever allocated, there is nothing to pause, and no process waits for us.
+        // If nothing was ever allocated, there is nothing to pause, and no process waits for this one.
         let Ok(member) = (self.member)() else { return Ok(json!({"outcome": NOTHING})) };
-        // Callers of ncclPause look at its code only, so the words go to the log.
+        // Callers of ncclPause read only its code, so the message goes to the log.
         let done = requests::act_together(member, action, self.together_wait)
             .inspect_err(|error| tracing::warn!("{}", chain(error)))?;
-        // Where it is none, another process has the account.
+        // If there is no outcome, another process has it.
         Ok(done.map_or_else(|| json!({"outcome": COMPLETED}), |outcome| changed(&outcome)))
     }
 
@@ -251,7 +251,7 @@ impl<D: Driver> Asker<'_, D> {
             }
             return Ok(changed(&requests::act_for_own_tags(member, tags, action, timeout)?));
         }
-        // Of the caller's own tenant no process need have GPU memory yet.
+        // In the caller's own tenant, possibly no process has GPU memory yet.
         let may_be_gone = name.is_none() && tags.is_none();
         let ((tenant, run_dir), scope) = (self.place_of(name)?, scope_of(tags));
         let by_name = action == Action::Pause && scope == Scope::Whole;
@@ -268,7 +268,7 @@ impl<D: Driver> Asker<'_, D> {
     }
 }
 
-/// Words of a report for the whole, in `outcome`.
+/// Values of `outcome` in a report.
 const COMPLETED: &str = "completed";
 const PARTIAL: &str = "partial";
 const NOTHING: &str = "nothing";
@@ -285,7 +285,7 @@ fn timeout_of(ms: u32) -> Option<Duration> {
     (ms > 0).then(|| millis(ms))
 }
 
-/// The conduct of processes while memory of theirs is away by tag: theirs, or somebody else's wish.
+/// Returns what processes do while their memory is paused by tag: at their own wish, or at another's.
 fn meanwhile(is_own_wish: bool) -> Meanwhile {
     if is_own_wish { Meanwhile::RunOn } else { Meanwhile::AsAgreed }
 }
@@ -302,14 +302,14 @@ fn text(report: &impl Serialize) -> Result<String, Trouble> {
     serde_json::to_string(report).map_err(usage)
 }
 
-/// Of a tenant that was to get its GPUs.
+/// Returns the report of a switch.
 fn switched(done: &Switched) -> Value {
     let changes: Vec<_> = done.changes.iter().map(|(_, outcome)| changed(outcome)).collect();
     let how = if done.had_them { "already" } else { COMPLETED };
     with_victims(json!({"outcome": how, "changes": changes}), done)
 }
 
-/// Of a resume that queued: its report, and who was paused and why.
+/// Returns the report of a resume that queued, with the paused tenants and the reasons.
 fn queued(done: &Switched) -> Value {
     let resumed = done.changes.last().map(|(_, own)| own);
     with_victims(changed(resumed.unwrap_or(&Outcome::AlreadyActive)), done)
@@ -336,7 +336,7 @@ fn with_completeness(report: &impl Serialize, is_complete: bool) -> Value {
 fn changed(outcome: &Outcome) -> Value {
     match outcome {
         Outcome::Completed(report) if report.is_partial() => {
-            // Callers that look at the code only would not know.
+            // Callers that read only the code would not notice.
             tracing::warn!("not wholly as asked: {}", report.remarks().join("; "));
             with_outcome(report, PARTIAL)
         }

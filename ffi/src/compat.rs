@@ -1,6 +1,6 @@
 //! The functions of `torch_memory_saver`, which its Python package and other programs call by name.
 //!
-//! `sublet_torch_allocator` says what their settings mean.
+//! `sublet_torch_allocator` describes their settings.
 //!
 //! These functions return where `torch_memory_saver` ends the process. They return a success without doing anything
 //! (pausing paused memory, resuming resident memory). Otherwise they return an error code, with the reason in
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn tms_set_current_tag(tag: *const c_char) {
     quietly((), || tag.into_iter().for_each(|tag| SAVER.change(|own| own.set_tag(&tag))));
 }
 
-/// The tag of this thread's allocations. Valid until the thread sets another.
+/// Returns the tag of this thread's allocations. Valid until the thread sets another.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_current_tag() -> *const c_char {
     quietly(c"".as_ptr(), || SAVER.ask(|own| own.tag_text().as_ptr()))
@@ -76,8 +76,8 @@ switches! {
     "whether a pause saves it to a file": tms_set_enable_disk_backup tms_get_enable_disk_backup disk_backup;
 }
 
-/// Sets what kind of host memory backups lie in. It is pinned in either case; once memory was allocated with `mmap`, each
-/// resume gives back what holds no backup, and otherwise it stays for the next pause. Unknown words change nothing.
+/// Sets the kind of host memory for backups. It is pinned in either case. Once memory was allocated with `mmap`, each resume
+/// frees host memory without a backup. Otherwise it stays for the next pause. Unknown words change nothing.
 ///
 /// # Safety
 /// `backend` is null or a terminated string.
@@ -93,14 +93,14 @@ pub unsafe extern "C" fn tms_set_cpu_backup_backend(backend: *const c_char) {
     });
 }
 
-/// The word that [`tms_set_cpu_backup_backend`] was given. Never freed.
+/// Returns the word that [`tms_set_cpu_backup_backend`] was given. Never freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_cpu_backup_backend() -> *const c_char {
     quietly(Backend::Pinned, || SAVER.ask(|own| own.backend)).text().as_ptr()
 }
 
-/// Sets where files of paused memory go, from the next pause on. A directory that will not do is said on
-/// standard error, and changes nothing.
+/// Sets the directory for files of paused memory, from the next pause on. An unsuitable directory is reported on standard error,
+/// and changes nothing.
 ///
 /// # Safety
 /// `dir` is null or a terminated string.
@@ -110,15 +110,15 @@ pub unsafe extern "C" fn tms_set_disk_backup_dir(dir: *const c_char) {
     let _code = unsafe { sublet_set_file_dir(dir) };
 }
 
-/// Sets how much free device memory allocations in regions must leave. One that would leave less is
-/// answered as out of memory, upon which torch frees what it has cached and asks again.
+/// Sets how much free device memory allocations in regions must leave. An allocation that would leave less fails as out of
+/// memory. Torch then frees its caches and tries again.
 #[unsafe(no_mangle)]
 pub extern "C" fn set_memory_margin_bytes(value: u64) {
     SAVER.set_margin(value);
 }
 
-/// Sets whether backups in host memory are kept after a resume, for [`tms_get_cpu_backup_pointer`]: until the next pause
-/// of the same memory, which puts its bytes into the same place, or until that memory is freed. Counts from the next
+/// Sets whether backups in host memory are kept after a resume, for [`tms_get_cpu_backup_pointer`]. They are kept until the next
+/// pause of the same memory, which writes its bytes to the same place, or until that memory is freed. This applies from the next
 /// resume on.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
@@ -128,13 +128,13 @@ pub extern "C" fn tms_set_retain_cpu_backup(retain: bool) {
     });
 }
 
-/// The value that [`tms_set_retain_cpu_backup`] was given, or that the environment has.
+/// Returns the value that [`tms_set_retain_cpu_backup`] was given, or that of the environment.
 #[unsafe(no_mangle)]
 pub extern "C" fn tms_get_retain_cpu_backup() -> bool {
     quietly(false, || SAVER.retains())
 }
 
-/// Tags of ours that `tag` stands for; null or empty stands for all that were made here.
+/// Returns Sublet's tags that `tag` stands for. Null or empty stands for all that this interface made.
 unsafe fn own_tags(tag: *const c_char) -> BTreeSet<String> {
     // SAFETY: as this function's caller promises.
     let tag = unsafe { text_of(tag) }.filter(|tag| !tag.is_empty());
@@ -153,8 +153,8 @@ unsafe fn act(tag: *const c_char, command: fn(Change) -> Command) -> c_int {
     pausing::act(|| Ok(command(change)))
 }
 
-/// Gives the memory of `tag` back, or all that is paused by tags of this interface when that is null. 0 is success,
-/// also for what is paused already; otherwise a `SUBLET_ERROR_` code, and nothing has changed.
+/// Pauses the memory of `tag`, or of all tags of this interface if it is null. Returns 0 on success, also for memory that is
+/// paused already. Otherwise it returns a `SUBLET_ERROR_` code, and nothing has changed.
 ///
 /// # Safety
 /// `tag` is null or a terminated string.
@@ -164,8 +164,8 @@ pub unsafe extern "C" fn tms_pause(tag: *const c_char) -> c_int {
     unsafe { act(tag, Command::Pause) }
 }
 
-/// Brings memory back to the same addresses; as [`tms_pause`]. After a failure it is still paused, with its
-/// backups kept, and this can be called again.
+/// Resumes memory at the same addresses; arguments and results as [`tms_pause`]. After a failure the memory is still paused, with
+/// its backups kept, and this can be called again.
 ///
 /// # Safety
 /// `tag` is null or a terminated string.
@@ -197,9 +197,9 @@ pub unsafe extern "C" fn tms_tags_json(
     })
 }
 
-/// Returns the address of the saved bytes of device memory: while it is paused, and after its resume where backups are
-/// kept. Valid until the next pause or resume of that memory. Null when there are none, as for memory that was not
-/// saved to host memory. Null also for a `size` of 0.
+/// Returns the address of the saved bytes of device memory: while it is paused, and after its resume if backups are kept. Valid
+/// until the next pause or resume of that memory. Null when there are none, as for memory that was not saved to host memory. Null
+/// also for a `size` of 0.
 ///
 /// # Safety
 /// The address is only compared.
@@ -210,7 +210,7 @@ pub unsafe extern "C" fn tms_get_cpu_backup_pointer(address: *const u8, size: u6
     found.map_or(std::ptr::null_mut(), std::ptr::NonNull::as_ptr)
 }
 
-/// Allocates for torch's pluggable allocator, as the calling thread is set.
+/// Allocates for torch's pluggable allocator, with the calling thread's settings.
 ///
 /// # Safety
 /// As [`sublet_torch_malloc`].

@@ -1,8 +1,8 @@
-//! CUDA contexts of the process: devices' primary ones, and those that the application has made for itself, whose work a pause
-//! must wait for too.
+//! CUDA contexts of the process: the primary contexts of devices, and contexts that the application has created itself. A pause
+//! must wait for the work of both.
 //!
-//! Own ones are listed where they are made, and where the application asks for memory in one that nobody saw the making of: it is
-//! older than an attach.
+//! The application's own contexts are listed when they are created. A context that is older than an attach is listed when the
+//! application allocates memory in it.
 
 #![expect(unsafe_code, reason = "calls the driver")]
 
@@ -18,18 +18,19 @@ use sublet_interpose::Pointer;
 
 static LISTED: Mutex<Listed> = Mutex::new(Listed::new());
 static PRIMARY_CONTEXTS: Mutex<BTreeMap<c_int, usize>> = Mutex::new(BTreeMap::new());
-/// The number of times that the application retains each device's primary context. Can be negative where it did so
-/// before an attach.
+/// The number of times that the application retains each device's primary context. It can be negative if it did so before an
+/// attach.
 static RETAINED_PRIMARIES: Mutex<BTreeMap<c_int, i64>> = Mutex::new(BTreeMap::new());
 
-/// Contexts that were seen, by what a pause does about their work.
+/// The contexts that were seen, by the way in which a pause waits for their work.
 #[derive(Debug)]
 struct Listed {
-    /// It waits for each. With their devices.
+    /// The application's own contexts, with their devices. A pause waits for each.
     own: BTreeMap<RawContext, DeviceOrdinal>,
-    /// The one of a device that ours works in, while it is listed: a change in the middle of a step would leave streams behind.
+    /// The own context of a device in which Sublet works, while it is listed. A change in the middle of a step would leave
+    /// streams behind.
     chosen: BTreeMap<i32, RawContext>,
-    /// A wait for the device's primary context is one for these: that itself, and green contexts.
+    /// Contexts for which a wait for the device's primary context suffices: that context itself, and green contexts.
     covered: BTreeSet<RawContext>,
 }
 
@@ -39,12 +40,12 @@ impl Listed {
     }
 }
 
-/// Contexts that the application has made for itself.
+/// Returns the contexts that the application has created itself.
 pub(crate) fn own() -> Vec<RawContext> {
     lock(&LISTED).own.keys().copied().collect()
 }
 
-/// One of them that is of `device`, the same as long as it lives.
+/// Returns one of them on `device`, always the same one as long as it exists.
 pub(crate) fn own_of(device: DeviceOrdinal) -> Option<RawContext> {
     let mut listed = lock(&LISTED);
     let chosen = listed.chosen.get(&device.0).filter(|chosen| listed.own.contains_key(chosen));
@@ -57,19 +58,19 @@ pub(crate) fn own_of(device: DeviceOrdinal) -> Option<RawContext> {
     Some(first)
 }
 
-/// The application has made a context for itself.
+/// Notes that the application has created a context.
 pub(crate) fn own_was_made(context: RawContext, device: DeviceOrdinal) {
     let mut listed = lock(&LISTED);
     listed.covered.remove(&context);
     listed.own.insert(context, device);
 }
 
-/// The context as the driver's functions take it.
+/// Returns the context as an argument for the driver's functions.
 pub(crate) fn pointer_of(context: RawContext) -> Pointer {
     std::ptr::with_exposed_provenance_mut(usize::try_from(context.0).unwrap_or(0))
 }
 
-/// The context that our own threads work in on `device`.
+/// Returns the context in which Sublet's own threads work on `device`.
 pub(crate) fn of_our_threads(driver: &CudaDriver, device: DeviceOrdinal) -> Option<RawContext> {
     let before = current_context().map_or(std::ptr::null_mut(), pointer_of);
     let ours = driver.make_current(device).ok().and_then(|()| current_context());
@@ -78,18 +79,18 @@ pub(crate) fn of_our_threads(driver: &CudaDriver, device: DeviceOrdinal) -> Opti
     ours
 }
 
-/// The same of the calling thread's current context.
+/// Notes the calling thread's current context as one that the application has created.
 pub(crate) fn own_is_current(context: RawContext) {
-    // The driver has just said that it is there.
+    // The driver has just reported this context, so it exists.
     own_was_made(context, current_device().unwrap_or(DeviceOrdinal(-1)));
 }
 
-/// Takes a context off the list. Its device, if it was there.
+/// Removes a context from the list. Returns its device, if it was listed.
 pub(crate) fn take_own(context: RawContext) -> Option<DeviceOrdinal> {
     lock(&LISTED).own.remove(&context)
 }
 
-/// The calling thread's current context, which is listed where a pause would not wait for its work otherwise.
+/// Returns the calling thread's current context. Lists it if a pause would not wait for its work otherwise.
 pub(crate) fn listed_current() -> Option<RawContext> {
     let context = current_context()?;
     let is_known = || {
@@ -113,19 +114,20 @@ fn is_primary(current: RawContext) -> bool {
     primary.is_some_and(|primary| primary.addr() as u64 == current.0)
 }
 
-/// Is the current context one of a part of a device? It can be current to one thread only, and must not be taken from it.
+/// Is the current context a green context, of a part of a device? It can be current on one thread only, and must not be removed
+/// from that thread.
 #[doc(alias = "cuGreenCtxCreate")]
 fn is_current_green() -> bool {
     let (stream, mut green): (Pointer, Pointer) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // The null stream stands for the current context. Drivers before 12.4 have neither.
+    // The null stream stands for the current context. Drivers before 12.4 have neither the function nor such contexts.
     let code = call_driver!(cuStreamGetGreenCtx(
         stream => Pointer, &raw mut green => *mut Pointer
     ));
     DriverCode(code).ok().is_ok() && !green.is_null()
 }
 
-/// The device's primary context, which torch and the CUDA runtime use. Retained at the first need, and never
-/// released: memory in it must not end with a release of Sublet's. Two threads may both retain it, once.
+/// Returns the device's primary context, which torch and the CUDA runtime use. It is retained at the first need, and never
+/// released: its memory must not end with a release by Sublet. Two threads may both retain it, once each.
 pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     known_primary(device).or_else(|| {
         let context = retained(device)?;
@@ -134,7 +136,7 @@ pub(crate) fn primary_context(device: c_int) -> Option<Pointer> {
     })
 }
 
-/// The device's primary context, if it was retained here.
+/// Returns the device's primary context, if it was retained here.
 fn known_primary(device: c_int) -> Option<Pointer> {
     let known = lock(&PRIMARY_CONTEXTS).get(&device).copied();
     known.map(std::ptr::with_exposed_provenance_mut)
@@ -147,7 +149,8 @@ fn retained(device: c_int) -> Option<Pointer> {
     DriverCode(code).ok().ok().map(|()| context)
 }
 
-/// Does `body` with `context` current, and the caller's again afterwards. `None` when it could not be made so.
+/// Runs `body` with `context` current, and restores the caller's context afterwards. `None` if `context` could not be made
+/// current.
 pub(crate) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Option<T> {
     DriverCode(call_driver!(cuCtxPushCurrent_v2(context => Pointer))).ok().ok()?;
     let done = body();
@@ -159,14 +162,14 @@ pub(crate) fn with_current<T>(context: Pointer, body: impl FnOnce() -> T) -> Opt
     Some(done)
 }
 
-/// The driver's current device of this thread.
+/// Returns this thread's current device of the driver.
 pub(crate) fn current_device() -> Result<DeviceOrdinal, DriverCode> {
     let mut device: c_int = 0;
     let code = call_driver!(cuCtxGetDevice(&raw mut device => *mut c_int));
     DriverCode(code).ok().map(|()| DeviceOrdinal(device))
 }
 
-/// The driver's current context of this thread.
+/// Returns this thread's current context of the driver.
 pub(crate) fn current_context() -> Option<RawContext> {
     let mut context: Pointer = std::ptr::null_mut();
     let code = call_driver!(cuCtxGetCurrent(&raw mut context => *mut Pointer));
@@ -174,31 +177,31 @@ pub(crate) fn current_context() -> Option<RawContext> {
     (!found.is_null()).then(|| RawContext(found.expose_provenance() as u64))
 }
 
-/// The device's primary context where it exists already. Makes none, and retains none for good.
+/// Returns the device's primary context if it exists already. Creates none, and keeps no reference.
 pub(crate) fn existing_primary_context(device: c_int) -> Option<Pointer> {
     if !has_primary_context(device) {
         return None;
     }
     known_primary(device).or_else(|| {
         let context = retained(device)?;
-        // One of several references, so that this ends nothing.
+        // This is one of several references, so its release ends nothing.
         let _released = call_driver!(cuDevicePrimaryCtxRelease_v2(device => c_int));
         context.expose_provenance();
         Some(context)
     })
 }
 
-/// The application has retained the device's primary context.
+/// Notes that the application has retained the device's primary context.
 pub(crate) fn primary_was_retained(device: c_int) {
     *lock(&RETAINED_PRIMARIES).entry(device).or_default() += 1;
 }
 
-/// May the application's next release of it be its last? It is asked where its calls have come by us.
+/// May the application's next release of the primary context be its last? It counts the calls that Sublet has seen.
 pub(crate) fn primary_may_be_released_last(device: c_int) -> bool {
     lock(&RETAINED_PRIMARIES).get(&device).is_none_or(|count| *count <= 1)
 }
 
-/// Gives back our reference to the device's primary context, if there is one.
+/// Releases Sublet's reference to the device's primary context, if there is one.
 pub(crate) fn let_primary_context_go(device: c_int) {
     lock(&LISTED).covered.clear();
     let known = lock(&PRIMARY_CONTEXTS).remove(&device);
@@ -212,19 +215,19 @@ pub(crate) fn let_primary_context_go(device: c_int) {
     }
 }
 
-/// The application has released it once.
+/// Notes that the application has released the primary context once.
 pub(crate) fn primary_was_released(device: c_int) {
     *lock(&RETAINED_PRIMARIES).entry(device).or_default() -= 1;
 }
 
-/// The application has reset it: nobody retains it.
+/// Notes that the application has reset the primary context: all references are gone.
 pub(crate) fn primary_was_reset(device: c_int) {
     lock(&LISTED).covered.clear();
     lock(&RETAINED_PRIMARIES).remove(&device);
     lock(&PRIMARY_CONTEXTS).remove(&device);
 }
 
-/// True when the device's primary context exists in this process. Makes none.
+/// Does the device's primary context exist in this process? Creates none.
 pub(crate) fn has_primary_context(device: c_int) -> bool {
     let (mut flags, mut is_active): (c_uint, c_int) = (0, 0);
     let code = call_driver!(cuDevicePrimaryCtxGetState(

@@ -1,4 +1,4 @@
-//! The driver's own functions, past ours.
+//! The driver's own functions, called without Sublet's hooks.
 
 #![expect(unsafe_code, reason = "asks the driver for its functions by name")]
 
@@ -14,8 +14,8 @@ pub(crate) static DRIVER: Resident = Resident::new(c"libcuda.so.1");
 /// Beginnings of the file names of libraries that the driver brings along.
 pub(crate) const COMPANIONS: &[&str] = &["libnvidia-"];
 
-/// Calls the driver's own function `$symbol`, or returns that the driver is not initialised. Without types of the arguments, they
-/// are those of the function of this name in scope, which stands in for the driver's.
+/// Calls the driver's own function `$symbol`, or returns the code that the driver is not initialised. If no argument types are
+/// given, they are those of Sublet's function of this name in scope.
 macro_rules! call_driver {
     ($symbol:ident ( $($value:expr),+ $(,)? )) => {
         $crate::driver::call_driver!(@at $symbol, address {
@@ -50,15 +50,15 @@ pub(crate) use call_driver;
 type GetProcAddressV2 =
     unsafe extern "C" fn(*const c_char, *mut Pointer, c_int, c_ulonglong, *mut c_int) -> c_int;
 
-/// The addresses that the driver's `cuGetProcAddress` gives for exactly the function `symbol`: on some drivers they are not
-/// those of the exported symbols. None where the driver has no such function (before 12.0).
+/// Returns the addresses that the driver's `cuGetProcAddress` gives for exactly the function `symbol`. On some drivers they
+/// differ from the exported symbols. Empty if the driver has no `cuGetProcAddress_v2` (before 12.0).
 pub(crate) fn given_out(symbol: &'static str) -> Vec<usize> {
     static REAL: Real = Real::new(&DRIVER, c"cuGetProcAddress_v2");
     let Some(address) = REAL.address() else { return Vec::new() };
     // SAFETY: the address is the driver's function of this name, whose signature is this.
     let ask = unsafe { std::mem::transmute::<Pointer, GetProcAddressV2>(address) };
     let exact = FUNCTIONS.iter().copied().filter(|known| known.symbol == symbol);
-    // From 12.0 on, the name of the oldest form is that of the one with flags.
+    // From 12.0 on, the name of the oldest form means the form with flags.
     let renamed = exact.clone().filter(|known| known.symbol == "cuGraphInstantiateWithFlags");
     let renamed =
         renamed.map(|known| Function { base: "cuGraphInstantiate", version: 12_000, ..known });

@@ -1,5 +1,5 @@
-//! The environment of this process. All settings of ours are [`Settings`]. Other projects' names count if ours say
-//! nothing: `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
+//! The environment of this process. All settings of Sublet are [`Settings`]. Other projects' variables apply if Sublet's are not
+//! set: `GMM_LOG` (0 to 5), `GMM_IPC_DIR`, `AMEM_ENABLE` and `AMEM_GROUPID`, `TMS_DISK_BACKUP_DIR`.
 
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -36,17 +36,17 @@ pub(crate) struct Environment {
     nccl_ep_timeout_ms: Option<u64>,
 }
 
-/// Returns the environment: as it was when this process joined its tenant, and before that, as it is.
+/// Returns the environment from the time when this process joined its tenant; before that, the present one.
 pub(crate) fn current() -> Cow<'static, Environment> {
     JOINED_WITH.get().map_or_else(|| Cow::Owned(Environment::read()), Cow::Borrowed)
 }
 
-/// Returns the environment now that this process joins. It counts from here on.
+/// Returns the environment at the time of joining, which applies from then on.
 pub(crate) fn at_joining() -> &'static Environment {
     JOINED_WITH.get_or_init(Environment::read)
 }
 
-/// The variable's text, unless it is empty.
+/// Returns the variable's text, unless it is empty.
 pub(crate) fn variable(name: &str) -> Option<String> {
     value_of(name)?.into_string().ok().filter(|value| !value.is_empty())
 }
@@ -77,11 +77,11 @@ impl Environment {
         }
     }
 
-    /// The tenant: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session, so that the processes of one launcher find
-    /// each other.
+    /// Returns the tenant: `SUBLET_TENANT`, or the group of `AMem`, or the terminal session. So the processes of one launcher get
+    /// the same tenant.
     ///
     /// # Errors
-    /// The name is no tenant's; the text says what is.
+    /// The name is not valid for a tenant; the text says which names are.
     pub(crate) fn tenant(&self) -> Result<TenantName, String> {
         if let Some(wrong) = self.wrong.iter().find(|wrong| wrong.name == TENANT_VARIABLE) {
             return Err(wrong.text.clone());
@@ -99,13 +99,13 @@ impl Environment {
         TenantName::new(&name).map_err(|error| error.to_string())
     }
 
-    /// Are there any budgets, right or wrong?
+    /// Are there any budgets, valid or not?
     pub(crate) fn has_budgets(&self) -> bool {
         let is_wrong = |wrong: &WrongSetting| wrong.name == BUDGET_VARIABLE;
         self.settings.budgets.is_some() || self.wrong.iter().any(is_wrong)
     }
 
-    /// The group of this process: as set, or `AMEM_GROUPID`, or 0.
+    /// Returns the group of this process: the one that was set, or `AMEM_GROUPID`, or 0.
     pub(crate) fn group_id(&self) -> i32 {
         match GROUP_ID.load(Ordering::Relaxed) {
             GROUP_UNSET => self.amem_group.unwrap_or(0),
@@ -113,7 +113,7 @@ impl Environment {
         }
     }
 
-    /// The kinds of device files that are said to pin no device memory.
+    /// Returns the kinds of device files that, by the settings, pin no device memory.
     pub(crate) fn without_pins(&self) -> Vec<DeviceFile> {
         device_files::named(&self.settings.without_pins)
     }
@@ -131,7 +131,7 @@ impl Environment {
         notes
     }
 
-    /// Why a pause may make kernels of this process count another rank as failed, if the environment says so.
+    /// Returns why a pause may make kernels of this process count another rank as failed, if the environment has such a setting.
     fn short_device_clock(&self) -> Option<String> {
         let value = self.nccl_ep_timeout_ms?;
         let held_ms = HELD_MAX.as_millis();
@@ -144,7 +144,7 @@ impl Environment {
     }
 }
 
-/// Says that contents which went to files in `dir` would make no room, if that is so.
+/// Returns a warning if files in `dir` would free no host memory.
 pub(crate) fn no_room_in(dir: &Path) -> Option<String> {
     is_in_memory(dir).then(|| {
         format!(
@@ -155,7 +155,7 @@ pub(crate) fn no_room_in(dir: &Path) -> Option<String> {
     })
 }
 
-/// The filter of the log that `GMM_LOG` says.
+/// Returns the log filter of `GMM_LOG`.
 fn amem_level() -> Option<String> {
     let names = ["off", "error", "warn", "info", "debug", "trace"];
     names.get(variable("GMM_LOG")?.parse::<usize>().ok()?).map(|name| (*name).to_owned())
@@ -166,13 +166,13 @@ pub(crate) fn set_group_id(id: i32) {
     GROUP_ID.store(id, Ordering::Relaxed);
 }
 
-/// Is this process the `sublet` command? It shows the machine as it is, wherever it is run.
+/// Is this process the `sublet` command? The command shows the machine as it is, also inside a tenant.
 pub(crate) fn is_the_command() -> bool {
     const NAME: &str = "sublet";
     std::env::current_exe().is_ok_and(|path| path.file_name().is_some_and(|name| name == NAME))
 }
 
-/// The number of a device on this machine: by its place in the driver's list, or where there is none by
+/// Returns the number of a device on this machine: by its place in the driver's list, or without a list by
 /// `CUDA_VISIBLE_DEVICES`.
 pub(crate) fn gpu_index(device: DeviceOrdinal, address: Option<PciAddress>) -> Option<u32> {
     let list = Path::new(gpus::NODE_GPUS);

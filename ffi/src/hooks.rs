@@ -1,4 +1,4 @@
-//! Our functions instead of the driver's, and those of them that only wait.
+//! Sublet's functions that replace the driver's, and among them those that only wait.
 //!
 //! | what we do | means | where |
 //! | --- | --- | --- |
@@ -7,10 +7,9 @@
 //! | replace | answered from the pool, or passed on when it is not about memory of ours | [`crate::replaced`] |
 //! | pass | not hooked, for the reason given | `PASSED` in the completeness test |
 //!
-//! The one list, `sublet_cuda_driver::driver_functions`, says which functions there are, by what we do, name and version. Each row of it has
-//! one exported function of the driver's own name (for libraries that link the driver directly). That function is also
-//! the entry that `dlsym` and `cuGetProcAddress` answer with. The completeness test holds the table against every
-//! function that NVIDIA's header declares.
+//! The only list of functions is `sublet_cuda_driver::driver_functions`, by action, name and version. Each row has one exported
+//! function with the driver's name (for libraries that link the driver directly). `dlsym` and `cuGetProcAddress` return the same
+//! function. The completeness test holds the table against every function that NVIDIA's header declares.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -31,7 +30,7 @@ use crate::replaced::stream_value;
 use crate::{replaced, runtime};
 use sublet_interpose::Pointer;
 
-/// A value of the driver's interface that is an address.
+/// An address in one of the types of the driver's interface.
 trait Place: Copy {
     fn address(self) -> u64;
 }
@@ -48,12 +47,12 @@ impl Place for Pointer {
     }
 }
 
-/// `bytes` from `place` on, which a call touches.
+/// Returns the range of `bytes` from `place` on, which a call touches.
 fn touched(place: impl Place, bytes: usize) -> VaRange {
     VaRange::new(DeviceAddress(place.address()), bytes as u64)
 }
 
-/// The bytes from the first to the last of `rows` rows of `width`, which begin `pitch` apart.
+/// Returns the bytes from the first to the last of `rows` rows of `width`, which begin `pitch` apart.
 fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
     if width == 0 || rows == 0 {
         return 0;
@@ -61,7 +60,7 @@ fn rows_bytes(pitch: usize, width: usize, rows: usize) -> usize {
     pitch.saturating_mul(rows.saturating_sub(1)).saturating_add(width)
 }
 
-/// Says to a caller whose batch is refused that this is not for one of its operations alone.
+/// Tells a caller whose batch is refused that no single operation is the cause.
 fn of_none_alone(index: Pointer) {
     if !index.is_null() {
         // SAFETY: the caller's place for an index.
@@ -69,11 +68,11 @@ fn of_none_alone(index: Pointer) {
     }
 }
 
-/// For calls that name none.
+/// The stream of calls that name none.
 const NO_STREAM: Pointer = std::ptr::null_mut();
 
-/// Calls in a frame of its own. A thread that is cancelled unwinds through a function of the C interface only if that has nothing of
-/// its own to drop; otherwise the process ends.
+/// Makes the call in a separate frame. A cancelled thread unwinds through a function of the C interface only if that function has
+/// nothing to drop; otherwise the process ends.
 #[inline(never)]
 fn apart(call: &impl Fn() -> c_int) -> c_int {
     call()
@@ -84,7 +83,7 @@ macro_rules! waiting_function {
         $symbol:ident ( $($arg:ident : $ty:ty),* )
         [ $($touched:expr),* ] [ $($copy:tt)* ] [ $($look:tt)* ] $index:tt
     ) => {
-        /// Waits until what it touches is there, then calls the driver.
+        /// Waits until the memory that it touches is in place, then calls the driver.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -102,7 +101,8 @@ macro_rules! waiting_function {
                 drop(pass);
                 code
             };
-            // No net for panics: a thread that is cancelled while it waits unwinds through here, and must not be caught.
+            // Panics are not caught here: a thread that is cancelled while it waits unwinds through this frame, and must not be
+            // caught.
             let mut code = apart(&call);
             if IS_COPY && is_refused(code) {
                 if opens_blocks() {
@@ -159,7 +159,7 @@ macro_rules! waiting_function {
 
 macro_rules! asking {
     ($($symbol:ident $version:literal $(| $alike:ident $alike_version:literal)* ( $($args:tt)* );)*) => {
-        /// Functions that ask the driver if work is over, or wait for it: see [`vmm_pool::asking`].
+        /// Functions that query whether work is over, or wait for it: see [`vmm_pool::asking`].
         pub mod asks {
             use super::*;
             $(asking!(@each [ $symbol $($alike)* ] ( $($args)* ));)*
@@ -178,7 +178,7 @@ macro_rules! asking {
         /// As the driver's function of this name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($arg: $ty),*) -> c_int {
-            // No net for panics, as above.
+            // Panics are not caught, as above.
             apart(&|| {
                 let _asking = runtime::member().map(|member| member.pool().door().pass());
                 call_driver!($symbol($($arg => $ty),*))
@@ -187,7 +187,7 @@ macro_rules! asking {
     };
 }
 
-/// The hook of the driver's function `$symbol`, in whose place `$path` stands.
+/// The hook of the driver's function `$symbol`, which `$path` replaces.
 macro_rules! hook_row {
     ($path:path, $symbol:ident) => {
         ::sublet_interpose::provider::Hook {

@@ -1,9 +1,8 @@
-//! The value that the engine works on in this process, and the functions by which callers look names up: `dlsym` and
-//! `cuGetProcAddress`.
+//! The tables of the interposition engine in this process, and the functions that look names up: `dlsym` and `cuGetProcAddress`.
 //!
 //! The tables are the driver's ([`hooks`]), NCCL's and NCCL EP's ([`nccl`](crate::nccl)), and those of libraries that register
-//! memory with devices (`registrations`), and NVML's (`nvml`); how they take effect is the engine's matter
-//! ([`sublet_interpose`]). A further library is a further entry in `INTERPOSED`.
+//! memory with devices (`registrations`), and NVML's (`nvml`). The engine ([`sublet_interpose`]) puts them into effect. A further
+//! library needs a further entry in `INTERPOSED`.
 
 #![expect(unsafe_code, reason = "interposes dlsym and cuGetProcAddress")]
 
@@ -22,7 +21,7 @@ use crate::nccl::experts::NCCL_EP;
 use crate::nvml::NVML;
 use crate::registrations::{GDRCOPY, MLX5, VERBS};
 
-/// The tables of this process. A further library is a further entry.
+/// The tables of this process, one entry for each library.
 pub(crate) static INTERPOSED: Interposition = Interposition::new(
     Provider::new(
         &DRIVER,
@@ -38,7 +37,7 @@ pub(crate) static INTERPOSED: Interposition = Interposition::new(
             ours: || (dlsym as *const ()).expose_provenance(),
             is_exported: true,
         },
-        // Not exported: we ourselves find the loader's `dlsym` by the loader's `dlvsym`.
+        // `dlvsym` is not exported, because Sublet itself finds the loader's `dlsym` through the loader's `dlvsym`.
         LoaderFunction {
             name: c"dlvsym",
             ours: || (versioned as *const ()).expose_provenance(),
@@ -47,7 +46,7 @@ pub(crate) static INTERPOSED: Interposition = Interposition::new(
     ],
 );
 
-/// Run by the loader as this library is initialised, before the program's own initialisers.
+/// The initialiser of this library. The loader runs it before the program's own initialisers.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static AT_START: extern "C" fn() = start;
@@ -56,7 +55,7 @@ extern "C" fn start() {
     INTERPOSED.start();
 }
 
-/// The driver's functions that look others up.
+/// The driver's functions that look up other functions.
 const LOOKUP: &[Hook] = &[
     hook_row!(cuGetProcAddress, cuGetProcAddress),
     hook_row!(cuGetProcAddress_v2, cuGetProcAddress_v2),
@@ -69,9 +68,8 @@ const _: () = assert!(
     "a function of the table has none of ours in its place"
 );
 
-/// `dlsym`, as every library of the process calls it. Questions about names that are in no table go on to the
-/// loader's own by a jump: the loader reads the return address to know who asks (`RTLD_NEXT`,
-/// `RTLD_DEFAULT`), and it is still that of the caller.
+/// The `dlsym` that every library of the process calls. For a name in no table, it jumps to the loader's own. The loader reads
+/// the return address to identify the caller (`RTLD_NEXT`, `RTLD_DEFAULT`), and after a jump that is still the caller's.
 ///
 /// # Safety
 /// As `dlsym(3)`.
@@ -97,14 +95,14 @@ pub unsafe extern "C" fn dlsym(handle: Pointer, name: *const c_char) -> Pointer 
     )
 }
 
-/// Our answer to `dlsym(handle, name)` asked from `caller`. The loader's own `dlsym` is known afterwards, which the jump
-/// needs.
+/// Decides the answer to `dlsym(handle, name)` from `caller`. Afterwards the address of the loader's own `dlsym` is known, which
+/// the jump needs.
 unsafe extern "C" fn decide(handle: Pointer, name: *const c_char, caller: usize) -> Decision {
     // SAFETY: `dlsym` requires a terminated string.
     unsafe { INTERPOSED.answer(handle, name, caller) }
 }
 
-/// `dlvsym`, as libraries call it whose slots lead to us. As [`dlsym`], with a version: NCCL looks libibverbs up so.
+/// The `dlvsym` of libraries whose slots lead to Sublet. It works as [`dlsym`], with a version. NCCL looks up libibverbs with it.
 ///
 /// # Safety
 /// As `dlvsym(3)`.
@@ -133,7 +131,7 @@ unsafe extern "C" fn versioned(
     )
 }
 
-/// Our answer to `dlvsym(handle, name, version)`. The address of the loader's own `dlvsym` is known afterwards.
+/// Decides the answer to `dlvsym(handle, name, version)`. Afterwards the address of the loader's own `dlvsym` is known.
 unsafe extern "C" fn decide_versioned(
     handle: Pointer,
     name: *const c_char,
@@ -143,7 +141,7 @@ unsafe extern "C" fn decide_versioned(
     unsafe { INTERPOSED.answer_versioned(handle, name, version) }
 }
 
-/// Exchanges what `cuGetProcAddress` has answered with `code`.
+/// Replaces the address that `cuGetProcAddress` has returned, if `code` is a success.
 ///
 /// # Safety
 /// `answer` is the out-pointer of that call: null, or written by it where `code` is a success.
@@ -159,7 +157,7 @@ unsafe fn exchange_answer(code: c_int, answer: *mut Pointer) {
     }
 }
 
-/// The driver's function for a name and version, or ours in its place.
+/// Returns the driver's function for a name and version, or Sublet's replacement.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -176,7 +174,7 @@ pub unsafe extern "C" fn cuGetProcAddress(
     code
 }
 
-/// As [`cuGetProcAddress`], also telling why a name was not found.
+/// As [`cuGetProcAddress`], and also reports why a name was not found.
 ///
 /// # Safety
 /// As the driver's function of this name.

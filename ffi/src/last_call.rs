@@ -31,7 +31,7 @@ const _: () = {
     assert!(Code::Lost.number(false) == code(bindings::SUBLET_ERROR_LOST));
 };
 
-/// A constant of the header as the type that its functions return.
+/// Converts a constant of the header to the type that its functions return.
 const fn code(value: u32) -> c_int {
     // CAST: the header's codes are small.
     value.cast_signed()
@@ -42,7 +42,7 @@ const fn code(value: u32) -> c_int {
 struct Last {
     message: CString,
     error: Value,
-    /// In JSON; nothing when there is none.
+    /// The report in JSON; none if there is none.
     report: Option<String>,
 }
 
@@ -61,24 +61,24 @@ fn keep(code: c_int, message: &str, error: Value) -> c_int {
     code
 }
 
-/// An error with a code and words. The caller reads the words, so they are no warning in the log.
+/// Keeps an error with a code and a message. The caller reads the message, so the log gets no warning.
 pub(crate) fn fail(code: c_int, message: &str) -> c_int {
     tracing::info!(code, "{message}");
     say_no(code, message)
 }
 
-/// The code of work that fails by the caller's arguments alone.
+/// Returns the code of work that can fail only because of the caller's arguments.
 pub(crate) fn answered<E: Display>(result: Result<(), E>) -> c_int {
     result.map_or_else(|error| fail(ARGUMENT, &error.to_string()), |()| OK)
 }
 
-/// An error of a function whose callers do not read [`sublet_last_error`]: the log gets its words as a warning.
+/// Keeps an error of a function whose callers do not read [`sublet_last_error`]. The log gets the message as a warning.
 pub(crate) fn fail_aloud(code: c_int, message: &str) -> c_int {
     tracing::warn!(code, "{message}");
     say_no(code, message)
 }
 
-/// The answer no to a question: kept like an error, and logged as none.
+/// Keeps a negative answer like an error, but does not log it as one.
 pub(crate) fn say_no(code: c_int, message: &str) -> c_int {
     tracing::debug!(code, "{message}");
     keep(code, message, described(code, message, None, &json!([]), &json!([])))
@@ -110,7 +110,7 @@ pub(crate) fn guarded_length(work: impl FnOnce() -> i64) -> i64 {
     })
 }
 
-/// This process has no device memory under Sublet.
+/// Returns the error that this process has no device memory under Sublet.
 pub(crate) fn nobody() -> Trouble {
     if runtime::is_forked() {
         return Trouble::NotJoined(
@@ -126,23 +126,23 @@ pub(crate) fn nobody() -> Trouble {
     Trouble::NotJoined(format!("{whose} has no GPU memory yet"))
 }
 
-/// The membership of this process in its tenant.
+/// Returns the membership of this process in its tenant.
 pub(crate) fn joined() -> Result<&'static Member, Trouble> {
     runtime::member().ok_or_else(nobody)
 }
 
-/// Keeps that this process has no device memory under Sublet.
+/// Keeps the error that this process has no device memory under Sublet.
 pub(crate) fn not_joined() -> c_int {
     refused(&nobody())
 }
 
-/// Keeps the report of what was done in JSON, and returns the code.
+/// Keeps the JSON report of a command, and returns the code of success.
 pub(crate) fn keep_report(report: String) -> c_int {
     let _kept = LAST.try_with(|last| last.borrow_mut().report = Some(report));
     OK
 }
 
-/// Keeps trouble and returns its number.
+/// Keeps an error and returns its code.
 pub(crate) fn refused(trouble: &Trouble) -> c_int {
     if let Trouble::NotJoined(message) = trouble {
         return say_no(NOT_JOINED, message);
@@ -154,7 +154,7 @@ pub(crate) fn refused(trouble: &Trouble) -> c_int {
     keep(code, &message, described(code, &message, missing_bytes, &devices, &tags))
 }
 
-/// Writes `text` with a terminating zero where it fits; the length that it has.
+/// Writes `text` with a terminating zero, if it fits. Returns its length.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -171,7 +171,7 @@ pub(crate) unsafe fn write_text(text: &str, buffer: *mut c_char, size: usize) ->
     i64::try_from(text.len()).unwrap_or(i64::MAX)
 }
 
-/// Why the last call of this thread failed.
+/// Returns why the last call of this thread failed.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_last_error() -> *const c_char {
     let empty: &CStr = c"";
@@ -182,7 +182,7 @@ fn kept(pick: impl FnOnce(&Last) -> String) -> String {
     LAST.try_with(|last| pick(&last.borrow())).unwrap_or_default()
 }
 
-/// Why the last call of this thread failed, as JSON.
+/// Writes why the last call of this thread failed, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn sublet_last_error_json(buffer: *mut c_char, size: usize
     unsafe { write_text(&text, buffer, size) }
 }
 
-/// The report of the last pause, resume, swap, preparation or change of budgets of this thread, as JSON.
+/// Writes the report of this thread's last pause, resume, swap, preparation or change of budgets, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

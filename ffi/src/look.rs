@@ -1,8 +1,9 @@
-//! The launch look: which memory of windows a call to the driver names.
+//! The launch look: it finds the window memory that a call to the driver names.
 //!
 //! Each call that gives work to a device is compared, word by word, with the addresses of all windows. The look reads a
 //! kernel's parameters as the driver describes them, and the ranges of copies and fills. It also reads the structures that
-//! describe a copy. What is found must be on the device before the call is made. The thread waits for that outside of the gate.
+//! describe a copy. The memory that is found must be on the device before the call is made. The thread waits for that outside of
+//! the gate.
 //!
 //! | call | what is compared |
 //! | --- | --- |
@@ -11,12 +12,11 @@
 //! | copies of two and three dimensions, batches of copies, of waits and of decompressions | the ranges that their structures and lists name |
 //! | launches of graphs | nothing: what was captured stays on the device, and each launch counts as a use of it |
 //!
-//! Not seen: addresses that lie in device memory or behind a pointer; `cuLaunchGrid` and older, and
-//! `cuLaunchCooperativeKernelMultiDevice`; nodes that are put into a graph by
-//! hand; NCCL's collectives. They find their memory as it should be, or nothing mapped: [`sublet_pager`] maps a chunk when it is
-//! full.
+//! Not seen: addresses stored in device memory or behind a pointer; `cuLaunchGrid` and older, and
+//! `cuLaunchCooperativeKernelMultiDevice`; nodes that are added to a graph by hand; NCCL's collectives. They find correct
+//! contents, or no mapping: [`sublet_pager`] maps a chunk only when its contents are complete.
 //!
-//! A call in another context than that of the window's pager returns when its work has ended.
+//! A call in another context than the window's pager returns only when its work has ended.
 //!
 //! In a process without windows a call costs one load more.
 
@@ -44,30 +44,30 @@ use sublet_interpose::Pointer;
 
 /// The longest time that a call waits for its memory. The time of a pause does not count.
 const WAIT: Duration = Duration::from_mins(10);
-/// The size of what is compared: an address.
+/// The size of a compared word: an address.
 const WORD_BYTES: usize = size_of::<u64>();
-/// Ranges of one call that are found without an allocation.
+/// The most ranges of one call that need no allocation.
 const FEW: usize = 8;
 /// `CU_LAUNCH_PARAM_END`, `CU_LAUNCH_PARAM_BUFFER_POINTER` and `CU_LAUNCH_PARAM_BUFFER_SIZE`.
 const EXTRA_END: usize = 0;
 const EXTRA_BUFFER: usize = 1;
 const EXTRA_SIZE: usize = 2;
-/// The offset of the stream in a `CUlaunchConfig`: behind seven sizes of four bytes.
+/// The offset of the stream in a `CUlaunchConfig`: after seven sizes of four bytes.
 const CONFIG_STREAM_OFFSET: usize = 32;
 
-/// The addresses of all windows, as [`Hull::packed`] has them; 0: there is none. One number, so that no look sees the beginning of one hull and
-/// the end of another.
+/// The addresses of all windows, as [`Hull::packed`] returns them; 0 means no window. It is one number, so that no look sees the
+/// beginning of one hull and the end of another.
 static HULL: AtomicU64 = AtomicU64::new(0);
 /// The unit of its two halves: 32 bits are enough for any address.
 const HULL_UNIT_BITS: u32 = 25;
-/// The parameters of each function that are looked at.
+/// The parameters of each function that are compared.
 static LAYOUTS: LazyLock<RwLock<HashMap<usize, Layout>>> = LazyLock::new(RwLock::default);
 
-/// The place and size of each parameter that an address fits into. `None`: the driver does not say.
+/// The place and size of each parameter that an address fits into. `None`: the driver does not describe them.
 type Layout = Option<Box<[(usize, usize)]>>;
 
-/// Returns the place of a call's work, as a window sees it whose pager works in `context`: its events stand behind no stream of
-/// another one.
+/// Returns the place of a call's work for a window whose pager works in `context`. The pager's events cannot follow a stream of
+/// another context.
 fn place_in(context: Option<RawContext>, place: In, current: Option<RawContext>) -> In {
     match place {
         In::Stream(raw) | In::OwnStream(raw) if current != context => {
@@ -79,12 +79,12 @@ fn place_in(context: Option<RawContext>, place: In, current: Option<RawContext>)
     }
 }
 
-/// Is there anything to look for?
+/// Is there any window to look for?
 pub(crate) fn is_on() -> bool {
     HULL.load(Ordering::Relaxed) != 0
 }
 
-/// Looks for uses of these windows, which are all.
+/// Sets the windows to look for: these are all.
 pub(crate) fn at(windows: &[Window<CudaDriver>]) {
     let ranges = windows.iter().map(|known| known.pager.window());
     let hull = ranges.map(|range| (range.start.0, range.end().0));
@@ -101,13 +101,13 @@ pub(crate) enum Names<'a> {
         extra: Pointer,
     },
     Ranges(&'a [VaRange]),
-    /// So many structures of this form.
+    /// A number of structures of this form.
     Records(Pointer, &'static Record, usize),
-    /// Two lists of so many addresses, and how many bytes from each on.
+    /// Two lists of addresses, a list of sizes in bytes, and their length.
     Lists([Pointer; 2], Pointer, usize),
 }
 
-/// The stream of a `CUlaunchConfig`.
+/// Returns the stream of a `CUlaunchConfig`.
 pub(crate) fn stream_of(config: Pointer) -> Pointer {
     if config.is_null() {
         return config;
@@ -121,7 +121,7 @@ pub(crate) fn stream_of(config: Pointer) -> Pointer {
 pub(crate) struct Found {
     few: [VaRange; FEW],
     count: usize,
-    /// All of them, when they are more.
+    /// All ranges, if they are more than `few` holds.
     many: Vec<VaRange>,
 }
 
@@ -142,13 +142,13 @@ impl Found {
         self.count += 1;
     }
 
-    /// All of them.
+    /// Returns all ranges.
     pub(crate) fn ranges(&self) -> &[VaRange] {
         if self.many.is_empty() { &self.few[..self.count] } else { &self.many }
     }
 }
 
-/// Does `work` with each range that a call names, other than a launch.
+/// Calls `work` with each range that a call other than a launch names.
 pub(crate) fn each_range(names: Names<'_>, mut work: impl FnMut(VaRange)) {
     match names {
         Names::Ranges(ranges) => ranges.iter().copied().for_each(work),
@@ -169,7 +169,7 @@ pub(crate) fn each_range(names: Names<'_>, mut work: impl FnMut(VaRange)) {
     }
 }
 
-/// Addresses of windows among what a call names, as ranges.
+/// Returns the ranges of windows that a call names.
 pub(crate) fn found(names: Names<'_>) -> Found {
     let hull = Hull::of(HULL.load(Ordering::Acquire));
     let mut found = Found::new();
@@ -198,7 +198,8 @@ struct Hull {
 }
 
 impl Hull {
-    /// From `first` to `end`, and up to 32 MiB more on either side: a look may find too much, never too little.
+    /// Packs the addresses from `first` to `end`, with up to 32 MiB more on either side: a look may find too much, never too
+    /// little.
     fn packed(first: u64, end: u64) -> u64 {
         let end = end.div_ceil(1 << HULL_UNIT_BITS).min(u64::from(u32::MAX));
         (first >> HULL_UNIT_BITS) << u32::BITS | end
@@ -264,7 +265,7 @@ unsafe fn in_words(hull: Hull, place: Pointer, bytes: usize, found: &mut Found) 
     }
 }
 
-/// Does `work` with what is looked at of a function, or of a kernel of a library: launches take both.
+/// Calls `work` with the compared parameters of a function, or of a kernel of a library: launches take both.
 fn with_layout(function: Pointer, work: impl FnOnce(&Layout)) {
     let key = function.addr();
     let layouts = LAYOUTS.read().unwrap_or_else(PoisonError::into_inner);
@@ -303,7 +304,8 @@ fn ask_layout(function: Pointer) -> Layout {
     layout
 }
 
-/// All parameters that an address fits into, as `ask` says them by index. Behind the last it answers `CUDA_ERROR_INVALID_VALUE`.
+/// Returns all parameters that an address fits into. `ask` describes a parameter by index, and answers `CUDA_ERROR_INVALID_VALUE`
+/// after the last.
 fn asked(ask: impl Fn(usize, *mut usize, *mut usize) -> c_int) -> Layout {
     let mut fit = Vec::new();
     for index in 0.. {
@@ -318,18 +320,18 @@ fn asked(ask: impl Fn(usize, *mut usize, *mut usize) -> c_int) -> Layout {
     None
 }
 
-/// Functions are about to end, or have ended: their values may be others'.
+/// Forgets the layouts of functions, because some end: their values may be reused for others.
 pub(crate) fn forget_functions() {
-    // Also while no window is open: those that were known before come back with the next one.
+    // This is done even while no window is open: old layouts would be used again with the next window.
     LAYOUTS.write().unwrap_or_else(PoisonError::into_inner).clear();
 }
 
-/// Does this driver describe the parameters of kernels? From 12.4 on.
+/// Does this driver describe the parameters of kernels? It does from 12.4 on.
 pub(crate) fn is_possible() -> bool {
     DRIVER.symbol(c"cuFuncGetParamInfo").is_some()
 }
 
-/// `stream` is about to end.
+/// Notes that `stream` is about to end.
 pub(crate) fn stream_ends(stream: Pointer) {
     if is_on() {
         let raw = RawStream(stream.expose_provenance() as u64);
@@ -340,18 +342,19 @@ pub(crate) fn stream_ends(stream: Pointer) {
     }
 }
 
-/// A capture is about to begin. The caller is not inside the gate.
+/// Notes that a capture is about to begin. The caller is not inside the gate.
 pub(crate) fn capture_begins() {
     if is_on() {
         runtime::WINDOWS.list().iter().for_each(|known| known.pager.capture_begins());
     }
 }
 
-/// Memory that a call uses: it stays at least until this is dropped, which is when the driver has the call.
+/// Keeps the memory that a call uses on the device, at least until this value is dropped. It is dropped when the driver has the
+/// call.
 #[derive(Debug)]
 pub(crate) struct StaysInUse {
     windows: WindowList<CudaDriver>,
-    /// By the place of its window. Few calls use memory of two.
+    /// The use of one window, by the window's index. Few calls use memory of two.
     first: Option<(usize, Touched)>,
     others: Vec<(usize, Touched)>,
 }
@@ -361,7 +364,7 @@ impl StaysInUse {
         Self { windows: runtime::WINDOWS.list(), first: None, others: Vec::new() }
     }
 
-    /// Begins a use in each window that has any. `None` if there is none.
+    /// Begins a use in each window whose memory is named. `None` if there is no such window.
     fn begin<E>(
         mut self,
         place: In,
@@ -388,10 +391,10 @@ impl Drop for StaysInUse {
     }
 }
 
-/// Waits until what was [`found`] is on the device.
+/// Waits until the memory that was [`found`] is on the device.
 ///
 /// # Errors
-/// The code that the call is to answer with.
+/// The code that the call is to return.
 pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<StaysInUse>, c_int> {
     let begun = StaysInUse::new().begin(place, |pager, place| {
         with_room(pager, found.ranges(), || pager.begin_call(found.ranges(), place, WAIT))
@@ -406,8 +409,8 @@ pub(crate) fn begin(symbol: &str, found: &Found, place: In) -> Result<Option<Sta
     })
 }
 
-/// Does `make`, which brings paged memory in `ranges` to the device. Where that has no room for it and the process takes turns, waits for room and tries
-/// again. The caller is not inside the gate.
+/// Calls `make`, which moves paged memory in `ranges` to the device. If the device is full and the process takes turns, waits for
+/// room and tries again. The caller is not inside the gate.
 ///
 /// # Errors
 /// The last error of `make`.
@@ -435,7 +438,7 @@ fn is_full(error: &PageError) -> bool {
     is_drivers && code_of(error) == DriverCode::OUT_OF_MEMORY
 }
 
-/// A graph is about to be launched, where `place` says. What it uses is on the device.
+/// Begins the use of a graph that is about to be launched at `place`. Its memory is on the device already.
 pub(crate) fn begin_graph(place: impl FnOnce() -> In) -> Option<StaysInUse> {
     if !is_on() {
         return None;

@@ -1,10 +1,11 @@
-//! Can all ranks of this process's communicators open our CUDA IPC handles?
+//! Checks whether all ranks of this process's communicators can open Sublet's CUDA IPC handles.
 //!
-//! Processes of one tenant or family can, and a rank elsewhere cannot. Before a rank enters NCCL, it locks a file of the run directory
-//! that names the communicator, the rank, and those that can open its handles. NCCL allocates once all ranks have entered; by then
-//! each rank of this run directory has its file. The lock ends with its process, and the next rank removes the file.
+//! Processes of one tenant or family can, and a rank elsewhere cannot. Before a rank enters NCCL, it locks a file in the run
+//! directory. The file's name has the communicator, the rank, and the group that can open its handles. NCCL allocates once all
+//! ranks have entered; by then each rank of this run directory has its file. The lock ends with its process, and the next rank
+//! removes the file.
 //!
-//! A rank without a file is on another machine, or outside Sublet. Then NVML says whether a program outside uses a GPU here.
+//! A rank without a file is on another machine, or outside Sublet. NVML then reports whether a program outside uses a GPU here.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -20,19 +21,19 @@ use tenants::run_dir::files::open_regular;
 use crate::nvml::outside;
 use crate::runtime::Member;
 
-/// Files beyond so many are not made: the ranks of later communicators count as not known.
+/// The most files. The ranks of later communicators count as not known.
 const FILES_MAX: usize = 512;
 /// Their folder in the run directory.
 const FOLDER: &str = ".nccl";
 
-/// This process's communicators, as far as their ranks matter.
+/// The known ranks of this process's communicators.
 #[derive(Debug)]
 struct Known {
-    /// Locked as long as this process lives.
+    /// Files that stay locked as long as this process lives.
     files: Vec<File>,
-    /// Those of whose ranks some were not seen yet, with how many there are.
+    /// Communicators with ranks that were not seen yet, with their number of ranks.
     open: Vec<(CommunicatorId, u32)>,
-    /// Some communicator has ranks of which nothing is known.
+    /// Does any communicator have ranks of which nothing is known?
     is_any_unknown: bool,
 }
 
@@ -43,12 +44,12 @@ fn known() -> MutexGuard<'static, Known> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The beginning of the names of a communicator's files.
+/// Returns the beginning of the names of a communicator's files.
 fn beginning(id: CommunicatorId) -> String {
     format!("{:032x}-", id.0)
 }
 
-/// The end of the names for those who can open the handles of `member`.
+/// Returns the end of the names of files for processes that can open the handles of `member`.
 fn ending(member: &Member) -> String {
     let mut hasher = DefaultHasher::new();
     match member.presence().family() {
@@ -62,7 +63,7 @@ fn folder(member: &Member) -> PathBuf {
     member.presence().run_dir().path().join(FOLDER)
 }
 
-/// Makes and locks the file `name`. None where another process, or this one, has locked it already.
+/// Creates and locks the file `name`. None if it is locked already, by another process or this one.
 fn lock(folder: &Path, name: &str) -> io::Result<Option<File>> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -89,7 +90,7 @@ fn sweep(folder: &Path) {
     }
 }
 
-/// This process is about to enter NCCL as `rank` of the `ranks` of a communicator.
+/// Notes that this process is about to enter NCCL as `rank` of the `ranks` of a communicator.
 pub(crate) fn note(member: &Member, (id, rank, ranks): (CommunicatorId, i32, i32)) {
     let Ok(ranks) = u32::try_from(ranks) else { return };
     let (folder, name) = (folder(member), format!("{}{rank}{}", beginning(id), ending(member)));
@@ -115,12 +116,12 @@ pub(crate) fn note(member: &Member, (id, rank, ranks): (CommunicatorId, i32, i32
     }
 }
 
-/// A communicator has grown by ranks of which nothing is known.
+/// Notes that a communicator has grown by ranks of which nothing is known.
 pub(crate) fn note_unknown() {
     known().is_any_unknown = true;
 }
 
-/// The ranks of a communicator by the names of files: of those with `ending`, and of all.
+/// Returns the ranks of a communicator by the names of files: those with `ending`, and all.
 fn ranks_in(names: &[String], id: CommunicatorId, ending: &str) -> [BTreeSet<u32>; 2] {
     let mut found = [BTreeSet::new(), BTreeSet::new()];
     for name in names {
@@ -138,8 +139,8 @@ fn ranks_in(names: &[String], id: CommunicatorId, ending: &str) -> [BTreeSet<u32
     found
 }
 
-/// May NCCL share memory of this process with one that cannot open our handles? Blocks for NVML's calls where a rank
-/// of a communicator is not known.
+/// May NCCL share memory of this process with one that cannot open Sublet's handles? Blocks for NVML calls if a rank of a
+/// communicator is not known.
 pub(crate) fn may_be_outside(member: &Member) -> bool {
     let (mut open, is_any_unknown) = {
         let known = known();
@@ -165,7 +166,7 @@ pub(crate) fn may_be_outside(member: &Member) -> bool {
                 is_complete = false;
             }
         }
-        // What is complete stays so.
+        // A complete communicator stays complete.
         known().open.retain(|one| !open.contains(one));
     }
     if is_complete {

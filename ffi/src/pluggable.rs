@@ -1,5 +1,5 @@
-//! The functions that torch's `CUDAPluggableAllocator` calls. Everything they give is pool memory, whatever its
-//! size, and belongs to the region of the calling thread.
+//! The functions that torch's `CUDAPluggableAllocator` calls. All their memory is pool memory, whatever its size, and belongs to
+//! the region of the calling thread.
 
 #![expect(unsafe_code, reason = "exports C functions and calls the driver")]
 
@@ -12,8 +12,8 @@ use crate::driver::call_driver;
 use crate::{contexts, replaced, runtime, saver};
 use sublet_interpose::Pointer;
 
-/// Runs `work` with the device's primary context current, whichever is current now. `None` without a usable
-/// driver or device.
+/// Runs `work` with the device's primary context current, whatever context is current now. `None` without a usable driver or
+/// device.
 fn on_device<T>(device: c_int, work: impl FnOnce() -> T) -> Option<T> {
     let context = contexts::primary_context(device)?;
     let done = contexts::with_current(context, || runtime::netted(work))?;
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn sublet_torch_free(
     let address = DeviceAddress(ptr.expose_provenance() as u64);
     match on_device(device, || free(address)) {
         Some(DriverCode::SUCCESS) => {}
-        // At the end of a process the driver goes before torch's last blocks do.
+        // At the end of a process, the driver ends before torch frees its last blocks.
         code => tracing::debug!(?code, device, address = address.0, "torch's block was not freed"),
     }
 }

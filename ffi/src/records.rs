@@ -1,6 +1,6 @@
-//! Structures by which callers describe copies and waits: which memory they name.
+//! The structures by which callers describe copies and waits, and the memory that they name.
 //!
-//! Callers leave in a structure what its kind of memory does not use, so an address counts only where its kind says so.
+//! Callers leave old values in fields that the kind of memory does not use. So an address counts only if the kind uses it.
 
 #![expect(unsafe_code, reason = "reads what callers give to the driver")]
 
@@ -23,7 +23,7 @@ struct PointerField {
     extent: Extent,
 }
 
-/// The place of four bytes that say whether the address counts, and a bit for each value by which it does.
+/// The place of four bytes with a kind, and a bit mask of the kinds for which the address counts.
 #[derive(Debug)]
 struct Kind {
     offset: usize,
@@ -34,17 +34,17 @@ struct Kind {
 #[derive(Debug)]
 enum Extent {
     Bytes(u64),
-    /// As many bytes as it says there.
+    /// The number of bytes is at this offset.
     Said(usize),
     Rows(Rows),
 }
 
-/// Places in a structure that say which rows it names. A length or height of 0 is that of the copy.
+/// Places in a structure that describe the rows that it names. A length or height of 0 means that of the copy.
 #[derive(Debug)]
 struct Rows {
-    /// The distance of the first from the address: in bytes, rows and layers.
+    /// The distance of the first byte from the address: in bytes, rows and layers.
     first: &'static [usize],
-    /// The bytes of a row and the rows of a layer, with all that lies between them.
+    /// The bytes of a row and the rows of a layer, including the gaps.
     strides: &'static [usize],
     /// The extent of the copy: bytes of a row, rows, layers.
     copied: &'static [usize],
@@ -54,11 +54,11 @@ struct Rows {
 const DEVICE_MEMORY: u32 = 1 << 2 | 1 << 4;
 /// Waits for values and writes of them, of `CUstreamBatchMemOpType`: neither flushes nor barriers.
 const VALUES: u32 = 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5;
-/// `CU_STREAM_MEM_OP_ATOMIC_REDUCTION`, whose address lies elsewhere.
+/// `CU_STREAM_MEM_OP_ATOMIC_REDUCTION`, whose address has another offset.
 const REDUCTION: u32 = 1 << 8;
 /// `CU_FABRIC_COPY_OPERAND_TYPE_POINTER`.
 const POINTER: u32 = 1 << 1;
-/// At least what a value in memory has. It lies at a multiple of its size, so in one mapping.
+/// The smallest size of a value in memory. Its address is a multiple of its size, so it is in one mapping.
 const VALUE: Extent = Extent::Bytes(4);
 
 const fn always(offset: usize, extent: Extent) -> PointerField {
@@ -106,7 +106,7 @@ pub(crate) const FABRIC_COPY: Record = Record {
     bytes: 64,
     places: &[if_kind(8, 0, POINTER, Extent::Said(48)), if_kind(32, 24, POINTER, Extent::Said(48))],
 };
-/// `CUmemDecompressParams`: where the size goes, where from, and where to.
+/// `CUmemDecompressParams`: the places for the size, the source and the target.
 pub(crate) const DECOMPRESSION: Record = Record {
     bytes: 64,
     places: &[always(16, VALUE), always(24, Extent::Said(0)), always(32, Extent::Said(8))],
@@ -116,7 +116,7 @@ pub(crate) const MEMORY_OPERATION: Record =
     Record { bytes: 48, places: &[if_kind(8, 0, VALUES, VALUE), if_kind(16, 0, REDUCTION, VALUE)] };
 
 impl Rows {
-    /// The range from the first byte to the last, where `word` reads the structure.
+    /// Returns the range from the first byte to the last. `word` reads the structure.
     fn range(&self, address: u64, word: impl Fn(usize) -> u64) -> VaRange {
         let of = |list: &[usize], at: usize, absent| list.get(at).map_or(absent, |at| word(*at));
         let [width, height, depth] = [0, 1, 2].map(|at| of(self.copied, at, 1));
@@ -135,10 +135,10 @@ impl Rows {
 }
 
 impl Record {
-    /// Does `work` with each range that `count` structures name.
+    /// Calls `work` with each range that `count` structures name.
     ///
     /// # Safety
-    /// `start` is null, or the place of as many.
+    /// `start` is null, or the address of `count` structures.
     pub(crate) unsafe fn each_range(
         &self,
         start: Pointer,

@@ -1,5 +1,4 @@
-//! The one place of process-wide state: the process joins its tenant when it first asks for memory, and leaves it at
-//! fork and exit.
+//! All process-wide state. The process joins its tenant at its first allocation, and leaves it at fork and exit.
 
 #![expect(unsafe_code, reason = "registers handlers for fork and exit")]
 
@@ -41,9 +40,9 @@ use crate::driver::{DRIVER, call_driver};
 use crate::environment::{self, Environment};
 use sublet_interpose::loader;
 
-/// The most threads that bring new host memory in. More would only get in the way of the thread that pins it. With 4
-/// processes together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all. There 16 threads each gave 40
-/// GB/s. Yet 6 still feed one process alone at the speed it can pin.
+/// The most threads that touch new host memory. More threads would only slow down the thread that pins it. With 4 processes
+/// together on 64 cores, 4 threads each gave a first pause of 48 GB/s in all, and 16 threads each gave 40 GB/s. For one process
+/// alone, 6 threads keep up with its pinning speed.
 const TOUCHER_THREADS_MAX: usize = 6;
 
 /// The exit code of a process that had to join its tenant and could not.
@@ -53,14 +52,14 @@ const EXIT_NOT_JOINED: c_int = 1;
 pub(crate) type Member = tenants::member::Member<CudaDriver>;
 
 static MEMBER: OnceLock<Option<Arc<Member>>> = OnceLock::new();
-/// Id of the process that joined; another one means that we are a forked child.
+/// The id of the process that joined. A different own id means a forked child.
 static JOINED_PID: AtomicU32 = AtomicU32::new(0);
-/// The process is coming to its end, which frees all that it has.
+/// True when the process has begun to end, which frees all its memory.
 static LEAVING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
-/// Small allocations of libraries that are parts of large ones.
+/// Slabs: small allocations of libraries are parts of these large ones.
 pub(crate) static SLABS: LazyLock<Arc<Slabs>> = LazyLock::new(Arc::default);
-/// All windows of memory that is paged.
+/// All windows of paged memory.
 pub(crate) static WINDOWS: Windows<CudaDriver> = Windows::new();
 /// The devices that may reach plain memory, by the device that owns it.
 pub(crate) static ACCESSORS: LazyLock<Accessors> = LazyLock::new(Accessors::default);
@@ -80,10 +79,10 @@ static CHOSEN_FAMILY: Mutex<Option<FamilyName>> = Mutex::new(None);
 static CHOSEN_FILE_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Notes of an attach that came before the tenant was joined.
 static NOTES_OF_ATTACH: Mutex<Vec<String>> = Mutex::new(Vec::new());
-/// The function that says which memory the application does not need.
+/// The function that returns the memory that the application does not need.
 static UNUSED_SOURCE: Mutex<fn() -> Vec<VaRange>> = Mutex::new(Vec::new);
 
-/// The member, when this process has joined. The usual road of every hook: two loads.
+/// Returns the member, if this process has joined. Every hook calls this, and it costs two loads.
 pub(crate) fn member() -> Option<&'static Member> {
     if FORKED.load(Ordering::Relaxed) {
         return None;
@@ -91,18 +90,18 @@ pub(crate) fn member() -> Option<&'static Member> {
     MEMBER.get()?.as_deref()
 }
 
-/// True after the process has begun to end. Libraries then free their objects, and no call needs to wait.
+/// Has the process begun to end? Libraries then free their objects, and no call needs to wait.
 pub(crate) fn is_leaving() -> bool {
     LEAVING.load(Ordering::Relaxed)
 }
 
-/// True in a forked child of a process that had joined. It never joins.
+/// Is this a forked child of a process that had joined? Such a child never joins.
 pub(crate) fn is_forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// The member; the first call joins the tenant. `None` when that failed, which is said once: the process
-/// then runs as if it were not under Sublet.
+/// Returns the member; the first call joins the tenant. `None` if that failed, which is reported once. The process then runs as
+/// if it were not under Sublet.
 pub(crate) fn join() -> Option<&'static Member> {
     if FORKED.load(Ordering::Relaxed) {
         return None;
@@ -131,8 +130,8 @@ pub(crate) fn join() -> Option<&'static Member> {
     joined.as_deref()
 }
 
-/// Ends a process that must be under Sublet and is not. Nothing of the program runs any more: its handlers for an exit may wait
-/// for what the thread that came here holds.
+/// Ends a process that must be under Sublet and is not. The program's exit handlers do not run: they might wait for locks that
+/// this thread holds.
 fn end_process(reason: &str) -> ! {
     let said = format!(
         "sublet: this process cannot join its tenant, and {REQUIRED_VARIABLE}=1 ends it: {reason}\n"
@@ -145,7 +144,7 @@ fn end_process(reason: &str) -> ! {
 /// Sets the tenant that this process joins, whatever the environment says.
 ///
 /// # Errors
-/// It has joined another one.
+/// The process has joined another tenant.
 pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
     let mut chosen = lock(&CHOSEN_TENANT);
     if let Some(joined) =
@@ -160,10 +159,10 @@ pub(crate) fn choose_tenant(tenant: TenantName) -> Result<(), String> {
     Ok(())
 }
 
-/// Sets the family that this process names, whatever the environment says.
+/// Sets the family of this process, whatever the environment says.
 ///
 /// # Errors
-/// It has joined its tenant, with another one or none.
+/// The process has joined its tenant already, with another family or none.
 pub(crate) fn choose_family(family: FamilyName) -> Result<(), String> {
     let mut chosen = lock(&CHOSEN_FAMILY);
     if let Some(presence) = member().map(Member::presence)
@@ -180,7 +179,7 @@ pub(crate) fn choose_family(family: FamilyName) -> Result<(), String> {
     Ok(())
 }
 
-/// A note of an attach, for the tenant that is or will be joined.
+/// Adds a note of an attach, for the tenant that is or will be joined.
 pub(crate) fn note_of_attach(text: String) {
     match member() {
         Some(member) => member.notes().add(text),
@@ -188,8 +187,8 @@ pub(crate) fn note_of_attach(text: String) {
     }
 }
 
-/// Sets the function that says, in each pause, which memory the application does not need. It is called on a thread
-/// of Sublet's, which holds no lock of this crate.
+/// Sets the function that returns, in each pause, the memory that the application does not need. It is called on a thread of
+/// Sublet's, which holds no lock of this crate.
 pub(crate) fn set_unused_source(source: fn() -> Vec<VaRange>) {
     *lock(&UNUSED_SOURCE) = source;
 }
@@ -199,7 +198,7 @@ fn unused() -> Vec<VaRange> {
     source()
 }
 
-/// Logs go to standard error. The environment says which.
+/// Starts the log on standard error, at the level that the environment sets.
 pub(crate) fn start_log() {
     static STARTED: OnceLock<()> = OnceLock::new();
     STARTED.get_or_init(|| {
@@ -212,21 +211,21 @@ pub(crate) fn start_log() {
             .with_ansi(false)
             .try_init();
         if let Err(error) = started {
-            // Another copy of us logs already.
+            // Another copy of this library logs already.
             tracing::debug!(%error, "log was started before");
         }
     });
 }
 
-/// The run directory that the environment names.
+/// Returns the run directory that the environment names.
 pub(crate) fn run_dir() -> Result<RunDir, RunDirError> {
-    // Every thread that takes a lock comes here first, also before this process has joined.
+    // Every thread that takes a lock calls this first, even before this process has joined.
     watch_forks();
     let Environment { settings, session_dir, .. } = environment::current().into_owned();
     RunDir::open(settings.run_dir, session_dir)
 }
 
-/// The tenant that an attach chose, or that the environment names.
+/// Returns the tenant that an attach chose, or that the environment names.
 pub(crate) fn tenant_name() -> Result<TenantName, String> {
     if let Some(chosen) = lock(&CHOSEN_TENANT).clone() {
         return Ok(chosen);
@@ -277,7 +276,7 @@ fn try_join() -> Result<Arc<Member>, String> {
     Ok(member)
 }
 
-/// Has `member` do what the settings say.
+/// Applies the settings to `member`.
 fn set_up(member: &Arc<Member>, settings: &Settings) {
     let pool = member.pool();
     pool.copies().detect_changes(settings.detects_changes);
@@ -300,8 +299,7 @@ fn set_up(member: &Arc<Member>, settings: &Settings) {
     }
 }
 
-/// Sets the directory that contents of the policy "file" are saved in, from the next pause on. May be set before this
-/// process joins.
+/// Sets the directory for saved contents of the policy "file", from the next pause on. It may be set before this process joins.
 pub(crate) fn set_file_dir(dir: PathBuf) {
     match member() {
         Some(member) => member.pool().host_memory().set_file_dir(dir),
@@ -309,8 +307,8 @@ pub(crate) fn set_file_dir(dir: PathBuf) {
     }
 }
 
-/// Returns the `sublet` command as the way to call the driver about processes of tenants. The command is looked for
-/// next to this library and in `../bin`.
+/// Returns the `sublet` command as the interface to the driver's calls about processes of tenants. The command must be next to
+/// this library or in `../bin`.
 pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
     let (_, library) = loader::image_of((checkpointer as *const ()).addr())?;
     let library = PathBuf::from(std::ffi::OsStr::from_bytes(library.as_bytes()));
@@ -318,7 +316,7 @@ pub(crate) fn checkpointer() -> Option<Arc<dyn Checkpointer>> {
     Some(Arc::new(ByCommand::new(command_installed_with(&library)?, installer)))
 }
 
-/// A process of this environment that lacks a context on `device`, where it queues for room.
+/// Returns this process's data as a newcomer that lacks a context on `device`, if its environment makes it queue for room.
 pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, String, Duration)> {
     let turns = environment::current().settings.turns;
     if !turns.queues || is_leaving() || is_forked() {
@@ -330,8 +328,9 @@ pub(crate) fn newcomer(device: DeviceOrdinal) -> Option<(RunDir, TenantName, Str
     Some((run_dir().ok()?, tenant_name().ok()?, gpu, turns.wait))
 }
 
-/// Returns the bytes of the GPU that `uuid` finds which others would give up for this process, where it takes turns: see [`sublet_turns::others_give`].
-/// Where it does not, or when something of ours fails, neither is called, and nobody gives anything.
+/// Returns the bytes that others in turns would free for this process, on the GPU that `uuid` returns: see
+/// [`sublet_turns::others_give`]. If the process takes no turns, or Sublet's code fails, neither function is called, and the
+/// result is 0.
 pub(crate) fn others_give(
     uuid: impl FnOnce() -> Option<DeviceUuid>,
     look_free: impl FnMut(),
@@ -347,7 +346,7 @@ pub(crate) fn others_give(
     netted(ask).ok().flatten().unwrap_or(0)
 }
 
-/// All memory of a device, in bytes; 0 where the driver does not say. Needs no context.
+/// Returns the total memory of a device, in bytes; 0 if the driver does not report it. Needs no context.
 fn device_bytes(device: DeviceOrdinal) -> u64 {
     let mut bytes = 0_usize;
     let place = &raw mut bytes;
@@ -355,7 +354,7 @@ fn device_bytes(device: DeviceOrdinal) -> u64 {
     if code == DriverCode::SUCCESS.0 { bytes as u64 } else { 0 }
 }
 
-/// May other processes of this tenant count what they hold? Asked before this one has joined.
+/// May other processes of this tenant count their memory against a budget? Called before this process has joined.
 pub(crate) fn others_count() -> bool {
     let Environment { settings, session_dir, .. } = environment::current().into_owned();
     let run_dir = RunDir::choose(settings.run_dir, session_dir);
@@ -381,7 +380,7 @@ fn command_line() -> String {
     words.join(" ").chars().take(SHOWN_MAX).collect()
 }
 
-/// Registers what must happen at exit.
+/// Registers the handler for the exit.
 fn watch_exit() {
     // SAFETY: the handler is a plain function that lives as long as this library, which is never unloaded
     // once it has threads.
@@ -391,7 +390,7 @@ fn watch_exit() {
     }
 }
 
-/// Registers what must happen at a fork, once.
+/// Registers the handlers for a fork, once.
 fn watch_forks() {
     static WATCHED: Once = Once::new();
     WATCHED.call_once(|| {
@@ -403,8 +402,8 @@ fn watch_forks() {
     });
 }
 
-/// The child has no lock of its parent's. Where that had joined, the child has neither our threads nor a usable driver: it runs on as if it were not
-/// under Sublet.
+/// Cleans up in a forked child, which has none of its parent's locks. If the parent had joined, the child has neither Sublet's
+/// threads nor a usable driver. It runs on as if it were not under Sublet.
 unsafe extern "C" fn after_fork_in_child() {
     vmm_pool::close_descriptors_in_child();
     if let Some(member) = member() {
@@ -428,8 +427,8 @@ unsafe extern "C" {
 /// `PTHREAD_CANCEL_DISABLE` of `pthread.h`.
 const NOT_CANCELLED: c_int = 1;
 
-/// Keeps panics of `work` from the caller. glibc ends a cancelled thread by unwinding it, and the process if somebody catches that: so a
-/// thread is not cancelled in here, but at its next cancellation point (`tests/programs/preload_cancel.c`).
+/// Catches panics of `work`. glibc ends a cancelled thread by unwinding it, and ends the process if that is caught. So a thread
+/// is not cancelled during `work`, but at its next cancellation point (`tests/programs/preload_cancel.c`).
 pub(crate) fn netted<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
     let mut before = 0;
     pthread_setcancelstate(NOT_CANCELLED, &raw mut before);
@@ -438,8 +437,8 @@ pub(crate) fn netted<T>(work: impl FnOnce() -> T) -> std::thread::Result<T> {
     outcome
 }
 
-/// Answers a hooked call: `decide` for memory of ours, `driver` for everything else, for processes that
-/// have not joined, and, once and loudly, when something of ours went wrong.
+/// Answers a hooked call. `decide` answers for Sublet's memory. `driver` answers for everything else, for processes that have not
+/// joined, and if Sublet's code fails, which is reported once.
 pub(crate) fn answered(
     find: fn() -> Option<&'static Member>,
     decide: impl FnOnce(&'static Member) -> Answer<()>,
@@ -456,8 +455,8 @@ pub(crate) fn answered(
     }
 }
 
-/// Runs a hook that asks the driver itself. Nothing unwinds into the caller. If Sublet's code fails, the call is
-/// refused, and a note says so.
+/// Runs a hook that calls the driver itself. Nothing unwinds into the caller. If Sublet's code fails, the call is refused, and a
+/// note says so.
 pub(crate) fn caught(hook: impl FnOnce() -> c_int) -> c_int {
     netted(hook).unwrap_or_else(|_| failed_inside())
 }
@@ -470,10 +469,10 @@ fn failed_inside() -> c_int {
     DriverCode::UNKNOWN.0
 }
 
-/// NCCL's function whose memory it registers as windows, also where it calls it for itself, by both of its names.
+/// Both names of NCCL's function whose memory NCCL registers as windows. NCCL also calls it itself.
 const FOR_WINDOWS: [&CStr; 2] = [c"ncclMemAlloc", c"pncclMemAlloc"];
 
-/// Returns the label of the library that holds the return address `caller`, and for what its function wants memory.
+/// Returns the label of the library that contains the return address `caller`, and the purpose of its function's memory.
 pub(crate) fn maker_of(caller: usize) -> (&'static str, Purpose) {
     type Makers = HashMap<usize, (&'static str, Purpose)>;
     static KNOWN: LazyLock<RwLock<Makers>> = LazyLock::new(RwLock::default);
@@ -491,7 +490,7 @@ pub(crate) fn maker_of(caller: usize) -> (&'static str, Purpose) {
     maker
 }
 
-/// The label of the library that holds the return address `caller`.
+/// Returns the label of the library that contains the return address `caller`.
 pub(crate) fn class_of_caller(caller: usize) -> &'static str {
     maker_of(caller).0
 }

@@ -1,4 +1,4 @@
-//! The part of `torch_memory_saver`'s interface in memory that is about to be made.
+//! The part of `torch_memory_saver`'s interface that affects new allocations.
 
 #![expect(unsafe_code, reason = "calls the driver")]
 
@@ -12,7 +12,7 @@ use crate::{environment, runtime};
 /// The interface's state in this process.
 pub(crate) static SAVER: Saver = Saver::new(|| Environment::read(environment::variable));
 
-/// Before memory of any kind: files it under the calling thread's settings.
+/// Called before an allocation of any kind: applies the calling thread's settings to it.
 pub(crate) fn settle() {
     let _settled = runtime::netted(|| {
         if let Err(error) = SAVER.settle(runtime::member()) {
@@ -21,14 +21,14 @@ pub(crate) fn settle() {
     });
 }
 
-/// Before plain memory: [`settle`], then true when `size_bytes` more on the current device are to fail as if there were no
-/// memory.
+/// Called before an allocation of plain memory. Calls [`settle`], then returns true if `size_bytes` more on the current device
+/// are to fail as out of memory.
 pub(crate) fn refuses(size_bytes: usize) -> bool {
     settle();
     SAVER.refuses(size_bytes as u64, free_bytes)
 }
 
-/// Free memory of the current device.
+/// Returns the free memory of the current device.
 fn free_bytes() -> Option<u64> {
     let (mut free, mut total) = (0_usize, 0_usize);
     let places = (&raw mut free, &raw mut total);

@@ -1,5 +1,5 @@
-//! Tenants: the processes of a job, which pause and resume together. One name for what its crates have, for those that use
-//! them: [`member`] is a process's part, [`coordinator`] leads all processes, and they meet by what `sublet-protocol` says.
+//! Tenants: the processes of a job, which pause and resume together. This crate gathers the crates of tenants under one name.
+//! [`member`] is a process's part, and [`coordinator`] leads all processes. Both speak the protocol of `sublet-protocol`.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The requests of a process to its tenant: a pause or resume that all ask for together, one by tag of its own
-//! memory, one on behalf of all.
+//! The requests of a process to its tenant: a pause or resume that all processes request together, one by tag of the process's
+//! own memory, and one on behalf of all processes.
 
 use std::time::{Duration, Instant};
 
@@ -17,12 +17,12 @@ use crate::wire::{Action, MemberState};
 /// caller waits for the event itself, which usually comes first.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when
-/// it has happened everywhere; immediately if the process is already so. The account is that of the process that
-/// coordinates.
+/// Pauses or resumes the caller's whole tenant once **every** process of it has called this. Returns when the action has
+/// happened in all processes, and immediately if this process is already in that state. The returned account is that of the
+/// process that coordinates.
 ///
-/// One of the callers coordinates; the others wait for it to happen to them. None of them holds a lock
-/// while it waits, so one that is let go early may call for the opposite without harm.
+/// One of the callers coordinates; the others wait for the action. None of them holds a lock while it waits. So a caller that
+/// returns early may call for the opposite without harm.
 ///
 /// # Errors
 /// [`Trouble`] after `timeout`, with the tenant as it was.
@@ -80,7 +80,7 @@ fn coordinate_or_wait<D: Driver>(
             Waited::NotYet => {}
         }
         if Instant::now() >= deadline {
-            // It may just have been done. The others' consent is needed all the same.
+            // The action may just have been done. The others' consent is needed all the same.
             let (lock_timeout, consent, timeout) = (LOOK, Some(LOOK), Some(LOOK));
             let options = Options { timeout, lock_timeout, consent, ..Options::default() };
             return act(member.presence().run_dir(), member.presence().tenant(), action, options)
@@ -89,9 +89,9 @@ fn coordinate_or_wait<D: Driver>(
     }
 }
 
-/// Pauses or resumes by tag the memory that the caller's process itself owns. The other processes of its
-/// tenant run on, unless they hold some of that memory too. NCCL's own memory goes and comes in all processes, since
-/// their ranks need each other's: where it is named, so do the other tags.
+/// Pauses or resumes by tag the memory that the caller's process itself owns. The other processes of its tenant run on, unless
+/// they hold some of that memory too. NCCL's own memory leaves and returns in all processes, since their ranks need each
+/// other's. If that memory is named, the memory of the other tags does so too.
 ///
 /// # Errors
 /// [`Trouble`], with the process as it was.
@@ -114,8 +114,8 @@ pub fn act_for_own_tags<D: Driver>(
         let options = Options { takes_part, ..options.clone() };
         act(member.presence().run_dir(), member.presence().tenant(), action, options)
     };
-    // A process that is paused as a whole comes back with its tenant. Whether it may act alone is known for certain
-    // only once nobody can come for the memory any more: this look spares an attempt in vain.
+    // A process that is paused as a whole resumes with its tenant. It is certain that the process may act alone only when no
+    // other can still fetch the memory. This look spares an attempt in vain.
     let is_shared = member.pool().holdings().is_shared(&scope.paused(member.presence().id()));
     if !is_shared && member.lifecycle().state() == MemberState::Active {
         match act_with(TakesPart::Alone(member.presence().id())) {
@@ -126,7 +126,7 @@ pub fn act_for_own_tags<D: Driver>(
     act_with(TakesPart::Everybody)
 }
 
-/// Pauses or resumes a tenant from one process for all, the caller's own tenant or another.
+/// Pauses or resumes a tenant, the caller's own or another, from one process for all.
 ///
 /// # Errors
 /// [`Trouble`], with the tenant as it was.

@@ -1,6 +1,6 @@
-//! The settings of Sublet in the environment: one list for the processes of a job, for the command, and for the page
-//! that explains it. [`Settings::read`] reads all of it. A program calls it once and hands the values on.
-//! `docs/reference.md` says what each is about.
+//! The settings of Sublet in the environment: one list for the processes of a job, for the command, and for the page that
+//! explains them. [`Settings::read`] reads all settings. A program calls it once and hands the values on. `docs/reference.md`
+//! explains each setting.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -23,12 +23,12 @@ pub const TEST_PREFIX: &str = "SUBLET_TEST_";
 pub const TENANT_VARIABLE: &str = "SUBLET_TENANT";
 /// Names the family, whose tenants may open each other's memory.
 pub const FAMILY_VARIABLE: &str = "SUBLET_FAMILY";
-/// The mark of a launch: all processes of one `sublet run` have it alike.
+/// The mark of a launch: all processes of one `sublet run` have the same value.
 pub const LAUNCH_VARIABLE: &str = "SUBLET_LAUNCH";
-/// Whether a process that cannot join its tenant ends: 1, or 0.
+/// If 1, a process that cannot join its tenant ends; if 0, it runs on.
 pub const REQUIRED_VARIABLE: &str = "SUBLET_REQUIRED";
 
-/// Frameworks that the Python package has a module for.
+/// Frameworks for which the Python package has a module.
 const FRAMEWORKS: [&str; 6] = ["areal", "nemo_rl", "openrlhf", "slime", "verl", "vllm"];
 /// Kinds of device files.
 const DEVICE_FILES: [&str; 3] = ["uverbs", "gdrdrv", "nvidia-fs"];
@@ -39,7 +39,7 @@ const DEVICE_FILES: [&str; 3] = ["uverbs", "gdrdrv", "nvidia-fs"];
 pub struct Settings {
     /// The memory that the tenant may hold on each GPU.
     pub budgets: Option<Budgets>,
-    /// Does a pause leave out contents that it need not copy, such as those unchanged since the last pause?
+    /// Does a pause skip contents that it need not copy, such as those unchanged since the last pause?
     pub detects_changes: bool,
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
@@ -49,26 +49,26 @@ pub struct Settings {
     pub host_bytes_max: Option<u64>,
     /// The filter of the log.
     pub log: Option<String>,
-    /// Do calls into NCCL fail while its memory alone is away, instead of waiting for it?
+    /// Do calls into NCCL fail while only NCCL's memory is released, instead of waiting for it?
     pub fails_without_nccl: bool,
-    /// Up to how much host memory, in bytes, is brought in ahead of the next pause. None for not at all.
+    /// The most host memory, in bytes, that is prepared ahead of the next pause. None: no memory is prepared.
     pub prepares_up_to: Option<u64>,
-    /// Are writes to paged memory that no call names looked for?
+    /// Does Sublet look for writes to paged memory that no call names?
     pub checks_paging: bool,
-    /// Does a process end that cannot join its tenant?
+    /// Does a process that cannot join its tenant end?
     pub is_required: bool,
     /// The directory where tenants meet.
     pub run_dir: Option<PathBuf>,
     /// Are NCCL's small allocations made as parts of large ones?
     pub uses_slabs: bool,
-    /// May saved contents of a paused process go to a file, if another's pause is short of host memory?
+    /// May saved contents of a paused process go to a file, if another process's pause lacks host memory?
     pub spills: bool,
     /// The tenant.
     pub tenant: Option<TenantName>,
     /// The settings of the tenant's turns.
     pub turns: TurnSettings,
-    /// The longest time that a process waits for others: for the rest of its tenant to call `ncclPause` too, and for a
-    /// paused tenant whose memory it opens. None for what is usual for each.
+    /// The longest time that a process waits for others. It waits for the rest of its tenant to call `ncclPause` too, and for a
+    /// paused tenant whose memory it opens. None: the usual time of each wait.
     pub wait: Option<Duration>,
     /// Names of kinds of device files through which no device memory is pinned.
     pub without_pins: Vec<String>,
@@ -98,20 +98,20 @@ impl Default for Settings {
     }
 }
 
-/// A setting that says what it cannot.
+/// A setting whose value is not valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WrongSetting {
     /// Its name.
     pub name: &'static str,
-    /// The name, the value and what is expected.
+    /// The name, the value and the expected values.
     pub text: String,
 }
 
-/// The function that puts a value into [`Settings`]. Its error says what is expected.
+/// The function that puts a value into [`Settings`]. Its error has the expected values.
 #[derive(Clone, Copy, Debug)]
 enum Put {
     Text(fn(&mut Settings, &str) -> Result<(), String>),
-    /// Any path is one.
+    /// Any path is valid.
     Path(fn(&mut Settings, PathBuf)),
 }
 
@@ -124,7 +124,8 @@ pub struct Setting {
 }
 
 impl Settings {
-    /// All settings, of which `value_of` knows the values by name. An empty value is one that is not set, and a wrong one counts as not set.
+    /// Reads all settings. `value_of` returns a setting's value by name. An empty value counts as not set, and so does a wrong
+    /// one.
     pub fn read(value_of: impl Fn(&str) -> Option<OsString>) -> (Self, Vec<WrongSetting>) {
         let (mut settings, mut wrong) = (Self::default(), Vec::new());
         for Setting { name, put } in SETTINGS {
@@ -175,7 +176,7 @@ fn size(text: &str) -> Result<u64, String> {
     expected(size, "a size such as 512MiB or 1.5GiB")
 }
 
-/// Some of `known`, with commas or blanks between.
+/// Parses names from `known`, separated by commas or blanks.
 fn names(text: &str, known: &[&str]) -> Result<Vec<String>, String> {
     let names: Vec<_> =
         text.split([',', ' ']).filter(|name| !name.is_empty()).map(str::to_owned).collect();
@@ -186,7 +187,7 @@ fn names(text: &str, known: &[&str]) -> Result<Vec<String>, String> {
     )
 }
 
-/// `0`, `1`, which has no bound, or a size.
+/// Parses `0`, `1` (no limit) or a size.
 fn preparation(text: &str) -> Result<Option<u64>, String> {
     match text {
         "0" => Ok(None),
@@ -203,12 +204,12 @@ fn on_or_off(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Puts `value` in its place.
+/// Stores `value` in `place`.
 fn put<T>(place: &mut T, value: Result<T, String>) -> Result<(), String> {
     value.map(|value| *place = value)
 }
 
-/// The same, of what may be missing.
+/// As [`put`], for a place that may be empty.
 fn fill<T>(place: &mut Option<T>, value: Result<T, String>) -> Result<(), String> {
     put(place, value.map(Some))
 }
@@ -242,7 +243,7 @@ pub const SETTINGS: [Setting; 19] = [
     text("SUBLET_PAGING_CHECK", |to, text| put(&mut to.checks_paging, switch(text))),
     text("SUBLET_PREPARE", |to, text| put(&mut to.prepares_up_to, preparation(text))),
     text(REQUIRED_VARIABLE, |to, text| {
-        // A value that is not understood was meant as one.
+        // A value that is not understood was meant as a 1.
         to.is_required = true;
         put(&mut to.is_required, switch(text))
     }),

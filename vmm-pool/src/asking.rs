@@ -1,8 +1,10 @@
-//! Calls that ask the driver if work is over, or wait for it: `cuStreamQuery`, `cuEventSynchronize`, `cuCtxSynchronize` and their like.
+//! A door for calls that ask the driver whether work is over, or wait for it: `cuStreamQuery`, `cuEventSynchronize`,
+//! `cuCtxSynchronize` and similar calls.
 //!
-//! They touch no memory of the pool, so a pause lets them pass. But driver 580.159 ends the process (SIGSEGV in libcuda) if a thread makes one
-//! while the process's contexts are off the device: the lock of `cuCheckpointProcessLock` does not hold them back, as it does launches and
-//! copies (`gpu-tests/deep_calls.py`). So these calls pass a door of their own, which is shut while the process is frozen.
+//! These calls touch no memory of the pool, so a pause lets them pass. But driver 580.159 ends the process (SIGSEGV in
+//! libcuda) if a thread makes one while the process's contexts are off the device. The lock of
+//! `cuCheckpointProcessLock` blocks launches and copies, but not these calls (`gpu-tests/deep_calls.py`). So they pass
+//! a door of their own, which is shut while the process is frozen.
 //!
 //! Lock order: `turn` is a leaf, and never held over a driver call.
 
@@ -20,31 +22,33 @@ thread_local! {
 
 const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
-/// Between two looks of a thread that nobody wakes: the one that shuts the door, and a signal handler that finds it shut.
+/// The interval at which a thread that nobody wakes checks again. Such threads are the one that shuts the door, and a
+/// signal handler that finds it shut.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// The door of one process. There is one a process: threads keep one slot each.
+/// The door of one process. Each process has only one, because threads keep one slot each.
 #[derive(Debug, Default)]
 pub struct Door {
-    /// Not 0 while it is shut.
+    /// Not 0 while the door is shut.
     shut: AtomicU8,
     slots: Slots,
     turn: Mutex<()>,
     changed: Condvar,
 }
 
-/// A call that is past the door, until it is dropped.
+/// A call that has passed the door. The call is over when this value is dropped.
 #[derive(Debug)]
 #[must_use = "dropping it says that the call is over"]
 pub struct Asking<'a> {
-    /// None within another call of the thread.
+    /// None if the call is made within another call of the thread.
     visit: Option<Visit>,
-    /// The thread that goes in comes out: the slot is its own.
+    /// Not `Send`: the thread that goes in must come out, because the slot is its own.
     _of: PhantomData<(&'a Door, *const ())>,
 }
 
 impl Door {
-    /// Waits as long as the door is shut. Costs one look-up of thread-local storage and one atomic addition otherwise.
+    /// Waits while the door is shut. If it is open, a pass costs one look-up of thread-local storage and one atomic
+    /// addition.
     #[inline]
     pub fn pass(&self) -> Asking<'_> {
         let visit = HERE.come(&self.slots);
@@ -65,11 +69,11 @@ impl Door {
         self.shut.load(Ordering::SeqCst) != 0
     }
 
-    /// Waits outside.
+    /// Waits outside the door until it opens.
     #[cold]
     fn wait(&self, visit: &Visit) {
         while self.is_shut() {
-            // Calls that a signal handler makes while it waits are part of this one.
+            // Calls that a signal handler makes while this call waits are part of this call.
             SEAT.set(Seat::Coming);
             visit.slot.step_out();
             let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,17 +86,18 @@ impl Door {
         }
     }
 
-    /// A signal handler's call within another. One that is past the door is waited for; one that waits is not, and may have the lock.
+    /// Passes a signal handler's call within another call. If the outer call has passed the door, this call passes too.
+    /// If the outer call waits outside, this call waits too, without the lock, which the outer call may hold.
     fn pass_within(&self) {
         while matches!(SEAT.get(), Seat::Coming) && self.is_shut() {
             std::thread::park_timeout(LOOK_EVERY);
         }
     }
 
-    /// Shuts it, and waits at most for `timeout` until all are out.
+    /// Shuts the door, and waits until all calls are out, for at most `timeout`.
     ///
     /// # Errors
-    /// The number of calls that are still under way; the door is open again.
+    /// The number of calls that are still under way. The door is open again.
     pub(crate) fn shut(&self, timeout: Duration) -> Result<(), usize> {
         let end = Instant::now() + timeout;
         self.shut.store(1, Ordering::SeqCst);
@@ -110,7 +115,7 @@ impl Door {
         }
     }
 
-    /// Lets all pass.
+    /// Opens the door: all calls pass.
     pub(crate) fn open(&self) {
         self.shut.store(0, Ordering::SeqCst);
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,10 +1,10 @@
-//! Device memory that counts against a budget.
+//! Counts device memory against a budget.
 //!
-//! The pool knows no tenant and no other process: the count for all of them is an [`Account`], given to
-//! [`crate::Pool::count_against`]. What one allocation has taken of it is a [`Charge`], which lives next to the driver's
-//! handle and gives back when it is dropped. Until an account is given, making memory costs one load more.
+//! The pool knows no tenant and no other process. An [`Account`], set by [`crate::Pool::count_against`], counts for all
+//! of them. A [`Charge`] is what one allocation has taken from the account. It is stored next to the driver's handle,
+//! and is given back when it is dropped. Without an account, creating memory costs one load more.
 //!
-//! An allocation that does not fit is refused in `Budget::charge`, before any call of the driver's.
+//! `Budget::charge` refuses an allocation that does not fit, before any driver call.
 
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
@@ -16,40 +16,41 @@ use crate::error::{PoolError, PoolResult};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(pub usize);
 
-/// The limit of an account on a device, and the amount held there, in bytes.
+/// The limit of an account on a device, and the memory held there, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Figure {
-    /// The most that may be held; none where nothing is set.
+    /// The limit; none where no limit is set.
     pub budget_bytes: Option<u64>,
-    /// The amount held by all who share the account.
+    /// The memory held by all processes that share the account.
     pub held_bytes: u64,
 }
 
-/// Why an account does not give.
+/// The reason why an account refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverBudget {
-    /// The most that may be held, in bytes.
+    /// The limit, in bytes.
     pub budget_bytes: u64,
-    /// The amount held already, in bytes.
+    /// The memory held already, in bytes.
     pub held_bytes: u64,
 }
 
-/// A count of the memory held on each device. Any thread may call it. It waits for no driver, and for others for
-/// moments only.
+/// Counts the memory held on each device. Any thread may call it. It never waits for a driver, and only for moments for
+/// other threads.
 pub trait Account: Debug + Send + Sync + 'static {
-    /// Takes `size_bytes` on `device` where that fits. `None` where the device is not counted.
+    /// Takes `size_bytes` on `device` if they fit. `None` if the device is not counted.
     ///
     /// # Errors
-    /// [`OverBudget`]; nothing is taken.
+    /// [`OverBudget`]: nothing is taken.
     fn take(&self, device: DeviceOrdinal, size_bytes: u64) -> Result<Option<Entry>, OverBudget>;
 
-    /// As [`Account::take`], whether it fits or not: for memory that is there already, or that comes back.
+    /// As [`Account::take`], even if the memory does not fit: for memory that exists already, or that a resume creates
+    /// again.
     fn take_anyway(&self, device: DeviceOrdinal, size_bytes: u64) -> Option<Entry>;
 
-    /// Gives back what was taken at `place`.
+    /// Gives `size_bytes` back that were taken at `place`.
     fn give_back(&self, place: Entry, size_bytes: u64);
 
-    /// Returns the limit and the amount held on `device`; `None` where the device is not counted.
+    /// Returns the limit and the memory held on `device`. `None` if the device is not counted.
     fn figure(&self, device: DeviceOrdinal) -> Option<Figure>;
 }
 
@@ -62,24 +63,24 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Is it of so many bytes?
+    /// Is the charge of exactly `size_bytes`?
     pub(crate) fn is(&self, size_bytes: u64) -> bool {
         self.size_bytes == size_bytes
     }
 
-    /// Takes a part out. `None` where there is not as much.
+    /// Splits a part off. `None` if the charge is smaller than that.
     pub(crate) fn split(&mut self, size_bytes: u64) -> Option<Self> {
         self.size_bytes = self.size_bytes.checked_sub(size_bytes)?;
         Some(Self { account: Arc::clone(&self.account), place: self.place, size_bytes })
     }
 }
 
-/// Does memory that the driver makes by itself count against a budget?
+/// Says whether memory that the driver itself allocates counts against a budget.
 #[derive(Debug)]
 pub enum Counted {
-    /// It does not: the driver moves it between device and host.
+    /// The memory does not count: the driver moves it between device and host.
     No,
-    /// It does, where a budget counts.
+    /// The memory counts, if there is a budget.
     Yes(Option<Charge>),
 }
 
@@ -94,17 +95,18 @@ impl Drop for Charge {
 pub struct Budget(OnceLock<Arc<dyn Account>>);
 
 impl Budget {
-    /// Counts from now on. False where something counts already.
+    /// Sets the account. False if the pool has one already.
     pub(crate) fn set(&self, account: Arc<dyn Account>) -> bool {
         self.0.set(account).is_ok()
     }
 
-    /// Does anything count?
+    /// Does the pool have an account?
     pub fn counts(&self) -> bool {
         self.0.get().is_some()
     }
 
-    /// Takes room for an allocation that is about to be made, by the driver itself too; nothing where nothing counts, or it is no device's.
+    /// Charges an allocation that is about to be made, also one that the driver makes itself. Returns `None` if there
+    /// is no account or no device.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`].
@@ -127,7 +129,7 @@ impl Budget {
         }
     }
 
-    /// As [`Budget::charge`], whether it fits or not.
+    /// As [`Budget::charge`], even if the memory does not fit.
     pub(crate) fn charge_anyway(
         &self,
         device: Option<DeviceOrdinal>,
@@ -137,7 +139,8 @@ impl Budget {
         account.take_anyway(device, size_bytes).map(|place| of(account, place, size_bytes))
     }
 
-    /// The limit on `device`, and the bytes held there, of all processes that share the budget; `None` where nothing counts.
+    /// Returns the limit on `device`, and the bytes that all processes of the budget hold there. `None` if there is no
+    /// account.
     pub fn figure(&self, device: DeviceOrdinal) -> Option<Figure> {
         self.0.get()?.figure(device)
     }

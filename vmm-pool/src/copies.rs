@@ -1,6 +1,7 @@
-//! Copies between devices and the host: two streams of each device, taken in turn, or one for each way. They are made once:
-//! between two steps [`Deferred`] has them, until a context ends or the pool goes. What is over a step knows by waiting for a stream,
-//! and a pager by an event behind its copies ([`CopyStreams::record`]).
+//! Copies between devices and the host, on two streams of each device. A user of the streams alternates between the
+//! two, or uses one for each direction. Streams are made once: between two steps [`Deferred`] keeps them, until a
+//! context or the pool ends. A step waits for a stream to learn that its copies have ended. A pager uses an event
+//! behind its copies ([`CopyStreams::record`]).
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -22,27 +23,27 @@ pub enum Way {
     In,
 }
 
-/// Two streams of one device, taken in turn, so that the next copy is queued while one runs.
+/// Two streams of one device, used alternately, so that the next copy is queued while one runs.
 ///
-/// The driver takes a copy only while the context of a device is current that may reach the memory (driver 580;
-/// conformance case `a_copy_out_of_reach_of_the_current_context_is_refused`), and a step works for several
-/// devices by turns. So a thread that takes a stream here has its device's context current.
+/// The driver accepts a copy only while a context is current whose device may reach the memory (driver 580; conformance
+/// case `a_copy_out_of_reach_of_the_current_context_is_refused`). A step works for several devices alternately. So
+/// taking a stream here makes the context of its device current.
 #[derive(Debug)]
 pub struct CopyStreams<'a, D: Driver> {
     deferred: &'a Deferred<D>,
     device: DeviceOrdinal,
     streams: [RawStream; 2],
     next: usize,
-    /// There may be work that was not waited for.
+    /// True while a stream may have work that nobody has waited for.
     is_busy: [bool; 2],
-    /// The host memory that this work uses.
+    /// The host memory that the work of each stream uses.
     in_use: [Vec<InUse>; 2],
-    /// The driver has refused work: the next step makes its own.
+    /// True once the driver has refused work: the next step then makes its own streams.
     is_refused: bool,
 }
 
 impl<'a, D: Driver> CopyStreams<'a, D> {
-    /// Makes `device`'s context current on this thread, and two streams in it where none are left of an earlier step.
+    /// Makes `device`'s context current on this thread. Uses the streams that an earlier step has left, or makes two.
     pub(crate) fn open(deferred: &'a Deferred<D>, device: DeviceOrdinal) -> PoolResult<Self> {
         let about = || "stream for copies".to_owned();
         let driver = deferred.driver();
@@ -69,7 +70,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         }
     }
 
-    /// The stream whose turn it is, after its earlier work is done. Its device's context is current then.
+    /// Returns the next of the two streams, after its earlier work has ended. Makes its device's context current.
     pub(crate) fn take_idle(&mut self) -> PoolResult<RawStream> {
         self.make_current()?;
         let next = 1 - self.next;
@@ -79,13 +80,14 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         Ok(self.take_next())
     }
 
-    /// The stream whose turn it is. Its device's context is current then.
+    /// Returns the next of the two streams. Makes its device's context current.
     pub(crate) fn take(&mut self) -> PoolResult<RawStream> {
         self.make_current()?;
         Ok(self.take_next())
     }
 
-    /// The stream that copies this way alone, if all are taken so. Its device's context is current then.
+    /// Returns the stream for copies in this direction. Only such copies use it, if every caller uses this method.
+    /// Makes its device's context current.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].
@@ -103,8 +105,8 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         self.taken()
     }
 
-    /// Records `event` behind all that the stream taken last was given. What copies there use of the host comes out: it
-    /// stays where it is until the event is over.
+    /// Records `event` behind all work of the stream that was taken last. Returns the host memory that its copies use:
+    /// the caller keeps it in place until the event has completed.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].
@@ -117,16 +119,17 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         Ok(std::mem::take(&mut self.in_use[self.next]))
     }
 
-    /// The stream that was taken last.
+    /// Returns the stream that was taken last.
     fn taken(&self) -> RawStream {
         self.streams[self.next]
     }
 
-    /// Starts a copy between a piece of host memory and `range`, as long as that, on the stream that was taken last. The piece is in
-    /// use until the copy is over.
+    /// Starts a copy between a piece of host memory and `range`, which has the same size, on the stream that was taken
+    /// last. The piece is in use until the copy has ended.
     ///
     /// # Safety
-    /// The device may reach the range. It stays where it is until the stream is done, and nobody else uses it, or the piece.
+    /// The device may reach the range. The range stays mapped until the stream's work has ended, and nobody else uses
+    /// it, or the piece.
     pub(crate) unsafe fn start(
         &mut self,
         way: Way,
@@ -149,7 +152,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         begun.about(about, range.size_bytes, Some(self.device))
     }
 
-    /// Starts making all of `range` zero, on the stream that was taken last.
+    /// Starts filling `range` with zeros, on the stream that was taken last.
     ///
     /// # Safety
     /// As [`CopyStreams::start`].
@@ -177,7 +180,7 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         waited.about(|| "copies of contents".to_owned(), 0, Some(self.device))
     }
 
-    /// Waits for both streams, where they may have work.
+    /// Waits for each stream that may have work.
     pub(crate) fn finish_all(&mut self) -> PoolResult<()> {
         let mut all = Ok(());
         for (stream, is_busy) in self.streams.into_iter().zip(self.is_busy) {
@@ -188,8 +191,8 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         all
     }
 
-    /// Waits for both streams. A wait that failed is tried once more; when that fails too, the device is left unsettled, and nothing is
-    /// unmapped before [`Deferred::settle`] has waited for it.
+    /// Waits for both streams. A failed wait is tried once more. If that fails too, the device is left unsettled:
+    /// nothing is unmapped before [`Deferred::settle`] has waited for it.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].
@@ -201,7 +204,8 @@ impl<'a, D: Driver> CopyStreams<'a, D> {
         first
     }
 
-    /// Copies may be under way that were not seen to end: nothing may be unmapped before [`Deferred::settle`] has waited.
+    /// Leaves the device unsettled, because copies may still run: nothing may be unmapped before [`Deferred::settle`]
+    /// has waited.
     pub(crate) fn leave_unsettled(&mut self) {
         let in_use = self.in_use.iter_mut().flat_map(std::mem::take).collect();
         self.deferred.leave_unsettled(self.device, in_use);
@@ -220,7 +224,7 @@ impl<'a, D: Driver> DeviceStreams<'a, D> {
         Self { deferred, by_device: BTreeMap::new() }
     }
 
-    /// Those of `device`.
+    /// Returns the streams of `device`.
     pub(crate) fn of(&mut self, device: DeviceOrdinal) -> PoolResult<&mut CopyStreams<'a, D>> {
         Ok(match self.by_device.entry(device) {
             Entry::Occupied(open) => open.into_mut(),
@@ -228,8 +232,9 @@ impl<'a, D: Driver> DeviceStreams<'a, D> {
         })
     }
 
-    /// Waits for all copies of a step, on each device whatever the others say. A wait that failed is tried once more; when
-    /// that fails too, the device is left unsettled, and nothing is unmapped before [`Deferred::settle`] has waited for it.
+    /// Waits for all copies of a step, on each device even if another device's wait fails. A failed wait is tried once
+    /// more. If that fails too, the device is left unsettled: nothing is unmapped before [`Deferred::settle`] has
+    /// waited for it.
     pub(crate) fn finish_or_leave(&mut self) -> PoolResult<()> {
         let all = self.by_device.values_mut().map(CopyStreams::finish_or_leave);
         all.fold(Ok(()), Result::and)
@@ -241,7 +246,7 @@ impl<D: Driver> Drop for CopyStreams<'_, D> {
         if self.is_busy == [false; 2] && !self.is_refused {
             return self.deferred.keep_streams(self.device, self.streams);
         }
-        // Also what uses nothing of the host, as zeros and looks at contents do.
+        // Also work that uses no host memory, such as filling with zeros and reading contents.
         if self.is_busy != [false; 2] {
             self.leave_unsettled();
         }

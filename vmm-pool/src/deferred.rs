@@ -1,9 +1,10 @@
-//! Deferred releases: driver objects that nobody needs any more and that the driver would not take back, and
-//! devices whose copies were not seen to end.
+//! Deferred releases: unneeded driver objects that the driver refused to release, and devices whose copies may not have
+//! ended.
 //!
-//! An object that the driver refuses once it may take the next time. The caller that gave the object up can do nothing
-//! about it. So it is kept here, counted in the report, and offered again at each step of a pause or resume: no single
-//! failure leaks memory, addresses or streams for good. Idle streams for copies wait here for the next step too.
+//! The driver may release an object later that it has refused to release. The caller that gave the object up can do
+//! nothing about a refusal. So the object is kept here, counted in the report, and offered again at each step of a
+//! pause or resume. No single failure leaks memory, addresses or streams for good. Idle streams for copies are kept
+//! here for the next step too.
 
 #![expect(unsafe_code, reason = "gives objects back to the driver")]
 
@@ -21,39 +22,39 @@ use sublet_sync::sync::lock;
 pub(crate) const REASON: &str =
     "the driver would not take it back; it is offered again at each pause and resume";
 
-/// A physical allocation of the driver's, with one owner: a row of the ledger, or the list here. It ends in
-/// `Deferred::release`.
+/// A physical allocation of the driver's. It has one owner: a row of the ledger, or the list here. `Deferred::release`
+/// ends it.
 #[derive(Debug)]
 #[must_use = "only `Deferred::release` gives its memory back"]
 pub struct Physical {
     raw: RawHandle,
-    /// 0 where nobody has said.
+    /// 0 if the size is unknown.
     size_bytes: u64,
     device: Option<DeviceOrdinal>,
-    /// For memory that another process has lent: open until the driver has taken the handle back.
+    /// For memory that another process has lent: a descriptor that stays open until the driver has released the handle.
     _lease: Option<Arc<UninheritedFd>>,
-    /// The part of a budget that it takes, where a budget counts and it is own memory.
+    /// The charge against a budget, if there is a budget and this is own memory.
     charge: Option<Charge>,
 }
 
 impl Physical {
-    /// Owns a handle that the driver has just handed out, and that nobody else holds.
+    /// Takes ownership of a handle that the driver has just returned, and that nobody else holds.
     pub(crate) fn new(raw: RawHandle, size_bytes: u64, device: Option<DeviceOrdinal>) -> Self {
         Self { raw, size_bytes, device, _lease: None, charge: None }
     }
 
-    /// The same, under a lease.
+    /// Adds a lease, which lasts as long as the handle.
     pub(crate) fn under(self, lease: Option<Arc<UninheritedFd>>) -> Self {
         Self { _lease: lease, ..self }
     }
 
-    /// Has it count against a budget for as long as the driver has it.
+    /// Makes the allocation count against a budget for as long as the driver has it.
     pub(crate) fn charged(mut self, charge: Option<Charge>) -> Self {
         self.charge = charge.or(self.charge);
         self
     }
 
-    /// As [`Physical::charged`], where it does not yet.
+    /// As [`Physical::charged`], if the allocation has no charge yet.
     pub(crate) fn charge_with(
         &mut self,
         make: impl FnOnce(u64, Option<DeviceOrdinal>) -> Option<Charge>,
@@ -63,21 +64,21 @@ impl Physical {
         }
     }
 
-    /// For a call of the driver's about it.
+    /// Returns the driver's handle, for a driver call.
     pub(crate) fn raw(&self) -> RawHandle {
         self.raw
     }
 
-    /// Its size and device, for an error.
+    /// Returns the size and the device, for an error.
     pub(crate) fn extent(&self) -> (u64, Option<DeviceOrdinal>) {
         (self.size_bytes, self.device)
     }
 }
 
-/// A hold on host memory that copies use. The memory stays where it is while somebody has this.
+/// Keeps host memory that copies use in place, for as long as somebody holds this.
 pub type InUse = Arc<dyn Any + Send + Sync>;
 
-/// See the head of this module. Its lock is a leaf.
+/// The deferred releases of one pool: see the head of this module. Its lock is a leaf.
 #[derive(Debug)]
 pub struct Deferred<D: Driver> {
     driver: Arc<D>,
@@ -87,28 +88,28 @@ pub struct Deferred<D: Driver> {
 #[derive(Debug, Default)]
 struct Lists {
     handles: Vec<Physical>,
-    /// Reservations, and whatever is still mapped in them.
+    /// Reservations. Memory may still be mapped in them.
     ranges: Vec<VaRange>,
     streams: Vec<(DeviceOrdinal, RawStream)>,
-    /// For copies: idle, and between two steps.
+    /// Streams for copies, which are idle between two steps.
     idle_streams: Vec<(DeviceOrdinal, [RawStream; 2])>,
-    /// Copies may still be under way there, and what they use of the host: nothing may be unmapped before [`Deferred::settle`] has
-    /// waited.
+    /// The devices where copies may still run, with the host memory that those use. Nothing may be unmapped before
+    /// [`Deferred::settle`] has waited.
     unsettled: BTreeMap<DeviceOrdinal, Vec<InUse>>,
 }
 
 impl<D: Driver> Deferred<D> {
-    /// Nothing is deferred yet.
+    /// Makes the lists, which are empty.
     pub(crate) fn new(driver: Arc<D>) -> Self {
         Self { driver, lists: Mutex::default() }
     }
 
-    /// The driver that is asked again.
+    /// Returns the driver that releases objects.
     pub(crate) fn driver(&self) -> &D {
         &self.driver
     }
 
-    /// Gives a handle back that is in no row any more; keeps it when the driver refuses.
+    /// Releases a handle that no row has any more. Keeps it if the driver refuses.
     pub(crate) fn release(&self, physical: Physical) -> DriverResult<()> {
         // SAFETY: the handle has no other owner, and is mapped nowhere of ours: this is its last use, unless
         // the driver refuses, and then it is still the driver's.
@@ -119,16 +120,16 @@ impl<D: Driver> Deferred<D> {
         released
     }
 
-    /// Unmaps and frees a range that is in no table any more; keeps it when the driver refuses.
+    /// Unmaps and frees a range that no table has any more. Keeps it if the driver refuses.
     pub(crate) fn free_range(&self, range: VaRange) -> PoolResult<()> {
         let freed = self.unmap_and_free(range).inspect_err(|_| self.free_range_later(range));
         freed.about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
-    /// Frees a range that nothing is mapped in, and that is in no table any more; keeps it when the driver refuses.
+    /// Frees a range where nothing is mapped, and that no table has any more. Keeps it if the driver refuses.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`]: it goes at the next pause.
+    /// [`crate::PoolError::Driver`]: the next pause frees the range.
     ///
     /// # Driver calls
     /// `cuMemAddressFree`.
@@ -151,20 +152,20 @@ impl<D: Driver> Deferred<D> {
         unsafe { self.driver.address_free(range) }.map_err(|error| unmapped.err().unwrap_or(error))
     }
 
-    /// Ends a stream of ours, whose queued work completes before it ends; keeps it when the driver refuses. The
-    /// context of its device must be current.
+    /// Ends a stream of Sublet's; its queued work completes first. Keeps it if the driver refuses. The context of its
+    /// device must be current.
     pub(crate) fn end_stream(&self, device: DeviceOrdinal, stream: RawStream) -> DriverResult<()> {
         // SAFETY: the stream is ours, and nobody queues anything there any more.
         let ended = unsafe { self.driver.stream_destroy(stream) };
         ended.inspect_err(|_| self.end_stream_later(device, stream))
     }
 
-    /// Keeps a stream of ours that the driver has refused to end.
+    /// Keeps a stream of Sublet's that the driver has refused to end.
     pub fn end_stream_later(&self, device: DeviceOrdinal, stream: RawStream) {
         lock(&self.lists).streams.push((device, stream));
     }
 
-    /// Two idle streams of `device`, if an earlier step has left some. Nobody else has them.
+    /// Returns two idle streams of `device`, if an earlier step has left some. Nobody else has them then.
     pub(crate) fn take_streams(&self, device: DeviceOrdinal) -> Option<[RawStream; 2]> {
         let idle = &mut lock(&self.lists).idle_streams;
         let at = idle.iter().position(|(of, _)| *of == device)?;
@@ -176,8 +177,8 @@ impl<D: Driver> Deferred<D> {
         lock(&self.lists).idle_streams.push((device, streams));
     }
 
-    /// Ends all streams that are kept here. For a context that is about to end: afterwards the driver may give their values to
-    /// streams of the application, so what it refuses is not offered again.
+    /// Ends all streams that are kept here, before a context ends. Streams that the driver refuses to end are not
+    /// offered again: afterwards the driver may give the same values to streams of the application.
     ///
     /// # Driver calls
     /// `cuStreamDestroy`.
@@ -195,36 +196,36 @@ impl<D: Driver> Deferred<D> {
         }
     }
 
-    /// Copies may be under way on `device`, which use this, and could not be waited for.
+    /// Records that copies may still run on `device`, which use this host memory. Waiting for them has failed.
     pub(crate) fn leave_unsettled(&self, device: DeviceOrdinal, in_use: Vec<InUse>) {
         lock(&self.lists).unsettled.entry(device).or_default().extend(in_use);
     }
 
-    /// Has every copy been seen to end?
+    /// Have all copies ended, as far as is known?
     pub fn is_settled(&self) -> bool {
         lock(&self.lists).unsettled.is_empty()
     }
 
-    /// Sizes of the handles kept, with their devices.
+    /// Returns the device and the size in bytes of each handle that is kept here.
     pub(crate) fn handles(&self) -> Vec<(DeviceOrdinal, u64)> {
         let lists = lock(&self.lists);
         let placed = lists.handles.iter().filter_map(|kept| Some((kept.device?, kept.size_bytes)));
         placed.collect()
     }
 
-    /// Bytes of the handles kept that are of no device: the host's.
+    /// Returns the bytes of the kept handles without a device: host memory.
     pub(crate) fn host_bytes(&self) -> u64 {
         let lists = lock(&self.lists);
         lists.handles.iter().filter(|kept| kept.device.is_none()).map(|kept| kept.size_bytes).sum()
     }
 
-    /// Has every handle that is kept count against a budget.
+    /// Makes every handle that is kept here count against a budget.
     pub(crate) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
         lock(&self.lists).handles.iter_mut().for_each(|kept| kept.charge_with(&make));
     }
 
-    /// Offers the driver each handle once more that it would not take back. Any thread may do so while work runs: no mapping uses
-    /// these handles.
+    /// Offers each handle again that the driver has refused to release. Any thread may do so while work runs: no
+    /// mapping uses these handles.
     ///
     /// # Driver calls
     /// `cuMemRelease`.
@@ -237,11 +238,11 @@ impl<D: Driver> Deferred<D> {
         }
     }
 
-    /// Waits for copies that were not seen to end, then offers everything to the driver again. Must come
-    /// before any step that unmaps. Not for application threads: it changes the current context.
+    /// Waits for copies that may still run, then offers everything to the driver again. Call it before any step that
+    /// unmaps, and not on application threads: it changes the current context.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] when copies may still be under way: nothing may be unmapped.
+    /// [`crate::PoolError::Driver`]: copies may still run, and nothing may be unmapped.
     pub fn settle(&self) -> PoolResult<()> {
         let unsettled: Vec<_> = lock(&self.lists).unsettled.keys().copied().collect();
         for device in unsettled {

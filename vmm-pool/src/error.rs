@@ -1,4 +1,4 @@
-//! Why the pool did not do what it was asked.
+//! The errors of the pool.
 
 use std::io;
 use std::ops::Range;
@@ -163,24 +163,24 @@ fn on_device(device: Option<DeviceOrdinal>) -> String {
 }
 
 impl PoolError {
-    /// The system did not do `op` at `place` of a file for saved contents in `dir`.
+    /// Makes the error for an operation `op` that failed at `place` of a file for saved contents in `dir`.
     pub fn file_refused(dir: &Path, op: &'static str, place: &Range<u64>, why: io::Error) -> Self {
         let (dir, size_bytes) = (dir.to_owned(), place.end - place.start);
         Self::FileRefused { operation: op, dir, offset_bytes: place.start, size_bytes, source: why }
     }
 
-    /// It did not read `place` of a file for saved contents in `dir`.
+    /// Makes the error for a failed read of `place` of a file for saved contents in `dir`.
     pub fn file_unreadable(dir: &Path, place: &Range<u64>, source: io::Error) -> Self {
         let (dir, size_bytes) = (dir.to_owned(), place.end - place.start);
         Self::FileUnreadable { dir, offset_bytes: place.start, size_bytes, source }
     }
 
-    /// Is a CUDA context beyond use, and with it all device memory of the process that was not saved?
+    /// Is a CUDA context unusable, and with it all device memory of the process that was not saved?
     pub fn poisons_context(&self) -> bool {
         matches!(self, Self::Driver { source, .. } if source.poisons_context())
     }
 
-    /// The code to hand to a caller of the driver interface; `None` for memory that is not ours.
+    /// Returns the code for a caller of the driver interface. `None` for memory that is not the pool's.
     pub fn code(&self) -> Option<DriverCode> {
         match self {
             Self::NotOurs => None,
@@ -202,12 +202,12 @@ impl PoolError {
     }
 }
 
-/// Result of a pool operation.
+/// The result of a pool operation.
 pub type PoolResult<T> = Result<T, PoolError>;
 
-/// Adds what a driver error was about.
+/// Adds the object, the size and the device to a driver error.
 pub trait Describe<T> {
-    /// The error is about `object`, of this size and device.
+    /// Turns the driver error into one about `object`, of this size and on this device.
     ///
     /// # Errors
     /// [`PoolError::Driver`].

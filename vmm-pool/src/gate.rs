@@ -1,11 +1,11 @@
-//! The gate that holds a process's device work back while its memory is away or on the move.
+//! The gate that blocks a process's device work while its memory is off the device or being moved.
 //!
-//! Every hooked call passes it twice: in and out. Passing an open gate costs one look-up of thread-local storage, and
-//! one atomic addition on memory that belongs to the calling thread alone, so launches from many threads do not meet.
-//! Closing is the slow side: it looks at every thread's slot (`slots.rs`) until all are out.
+//! Every hooked call passes the gate twice: in and out. Passing an open gate costs one look-up of thread-local storage,
+//! and one atomic addition on memory of the calling thread alone. So launches from many threads do not share a cache
+//! line. Closing is the slow side: it reads every thread's slot (`slots.rs`) until all threads are out.
 //!
-//! While it is shut, its keeper can let each thread that waits make one call (`Gate::step`): work that is on
-//! a device already may need what these threads come to launch.
+//! While the gate is shut, its keeper can let each waiting thread make one call (`Gate::step`): work that already runs
+//! on a device may need what these threads are about to launch.
 //!
 //! Lock order: `slots` and `sleepers` are leaves; nothing is called while they are held.
 
@@ -22,18 +22,18 @@ use sublet_sync::sync::{
 /// The kind of access that a call needs from the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passage {
-    /// Touches device memory or makes new: waits until all memory is there.
+    /// Touches device memory or allocates it: waits until all memory is on its device.
     Use,
-    /// Gives memory up, or asks what is in the table: also possible while memory is away,
-    /// when the ledger alone answers.
+    /// Gives memory up, or reads the table. This is also possible while memory is off its device: the ledger alone
+    /// answers then.
     GiveUp,
-    /// Begins a stream capture: as [`Passage::Use`], but never let in while the gate is shut. The driver ends a capture
-    /// while a thread waits for a device.
+    /// Begins a stream capture: as [`Passage::Use`], but never let in while the gate is shut. If a thread waits for a
+    /// device during a capture, the driver ends the capture.
     Capture,
 }
 
 impl Passage {
-    /// May it go in for one call while the gate is shut?
+    /// May such a call go in for one step while the gate is shut?
     pub fn can_step(self) -> bool {
         match self {
             Self::Use | Self::GiveUp => true,
@@ -42,15 +42,15 @@ impl Passage {
     }
 }
 
-/// The state of the gate, which says who may pass.
+/// The state of the gate, which decides the calls that may pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Mode {
-    /// Everybody.
+    /// All calls pass.
     Open = 0,
-    /// Memory is away, and nothing moves: only [`Passage::GiveUp`].
+    /// Memory is off its device, and nothing moves: only [`Passage::GiveUp`] passes.
     Offloaded = 1,
-    /// A pause or resume is under way: nobody.
+    /// A pause or resume is under way: no call passes.
     Shut = 2,
 }
 
@@ -76,7 +76,7 @@ thread_local! {
 /// A slot's label is the mode that the gate had when its thread went in.
 const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
-/// The gate of one process. There is one a process: threads keep one slot each.
+/// The gate of one process. Each process has only one, because threads keep one slot each.
 #[derive(Debug)]
 pub struct Gate {
     mode: AtomicU8,
@@ -99,7 +99,7 @@ struct Sleeper {
     call: Call,
     passage: Passage,
     since: Instant,
-    /// It goes in, though the gate is shut, and has not marked its slot yet.
+    /// True once the thread may go in through the shut gate, until it has marked its slot.
     let_in: bool,
 }
 
@@ -113,27 +113,27 @@ impl Sleeper {
 /// A thread that waits to go in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitingCall {
-    /// Its slot, which is the thread's for as long as that lives.
+    /// The number of the thread's slot, which the thread keeps for as long as it lives.
     pub slot: u64,
     /// The call that the thread waits to make.
     pub call: Call,
     /// The kind of access that the call needs.
     pub passage: Passage,
-    /// For how long.
+    /// The time that the thread has waited.
     pub waited: Duration,
 }
 
 /// A call of the application's that passes the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// Asks for memory, or gives it back. An allocator may hold a lock of its own meanwhile.
+    /// Allocates memory, or frees it. An allocator may hold a lock of its own meanwhile.
     Memory,
-    /// Any other, by its name.
+    /// Any other call, by its name.
     Other(&'static str),
 }
 
 impl Call {
-    /// For people.
+    /// Returns the name of the call, for messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Memory => "a memory call",
@@ -147,12 +147,12 @@ impl Call {
 struct Sleep<'a> {
     gate: &'a Gate,
     slot: &'static Slot,
-    /// On the list; none once it was taken off.
+    /// The sleeper's key in the list. None once it is off the list.
     number: Option<u64>,
 }
 
 impl Drop for Sleep<'_> {
-    /// Also where the thread is cancelled while it waits.
+    /// Removes the sleeper, also if the thread is cancelled while it waits.
     fn drop(&mut self) {
         if let Some(number) = self.number {
             self.gate.sleepers().list.remove(&number);
@@ -161,14 +161,14 @@ impl Drop for Sleep<'_> {
     }
 }
 
-/// Proof of being inside. Leaving is dropping it.
+/// Proof that the thread is inside. Dropping it leaves the gate.
 #[derive(Debug)]
 #[must_use = "dropping the pass leaves the gate"]
 pub struct Pass<'a> {
     gate: &'a Gate,
-    /// None within another pass of the thread.
+    /// None if the thread has another pass already.
     visit: Option<Visit>,
-    /// The thread that goes in comes out: the slot is its own.
+    /// Not `Send`: the thread that goes in must come out, because the slot is its own.
     _of_this_thread: PhantomData<*const ()>,
 }
 
@@ -196,19 +196,19 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// Passes for a call that asks for memory or gives it back: [`Call::Memory`].
+    /// Passes the gate for a call that allocates or frees memory: [`Call::Memory`].
     #[inline]
     pub fn pass(&self, passage: Passage) -> Pass<'_> {
         self.pass_with(Call::Memory, passage)
     }
 
-    /// Passes for the call `what`, which is about no memory of its own: [`Call::Other`].
+    /// Passes the gate for the call `what`, which neither allocates nor frees memory: [`Call::Other`].
     #[inline]
     pub fn pass_for(&self, what: &'static str, passage: Passage) -> Pass<'_> {
         self.pass_with(Call::Other(what), passage)
     }
 
-    /// Waits as long as memory is away. Passes within a pass are free.
+    /// Waits until the gate lets `passage` in. A pass within a pass costs nothing.
     #[inline]
     fn pass_with(&self, call: Call, passage: Passage) -> Pass<'_> {
         let visit = HERE.come(&self.slots);
@@ -228,7 +228,7 @@ impl Gate {
         }
     }
 
-    /// Marks the thread's slot, and then returns the mode of the gate.
+    /// Marks the thread's slot, and then reads the mode of the gate.
     #[inline]
     fn mark_and_look(&self, slot: &Slot) -> u8 {
         slot.step_in();
@@ -237,12 +237,12 @@ impl Gate {
         self.mode.load(Ordering::SeqCst)
     }
 
-    /// Goes in where the gate was found at `mode`, by a thread that has marked its slot.
+    /// Goes in through a gate that was not open: a thread has marked its slot, and then found `mode`.
     #[cold]
     fn enter_behind(&self, mut mode: u8, slot: &'static Slot, call: Call, passage: Passage) {
         let mut sleep = None;
         while !Mode::admits(mode, passage) {
-            // Calls that a signal handler makes while it waits are part of this one.
+            // Calls that a signal handler makes while this call waits are part of this call.
             HERE.seat.set(Seat::Coming);
             slot.step_out();
             let mut sleepers = self.sleepers();
@@ -256,7 +256,7 @@ impl Gate {
                 }
                 let listed = sleep.number.and_then(|number| sleepers.list.get(&number));
                 if listed.is_some_and(|sleeper| sleeper.let_in) {
-                    // Under the lock: a closer that looks finds it on the list or in its slot.
+                    // Under the lock, so that a thread that closes the gate finds this one on the list or in its slot.
                     slot.step_in();
                     if let Some(number) = sleep.number.take() {
                         sleepers.list.remove(&number);
@@ -304,7 +304,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Sets the mode, which says who may pass from now on.
+    /// Sets the mode, which decides the calls that may pass from now on.
     pub(crate) fn set(&self, mode: Mode) {
         self.swap(mode);
     }
@@ -315,33 +315,33 @@ impl Gate {
         Mode::of(before)
     }
 
-    /// Shuts the gate for everybody. Those inside come out when their calls are over ([`Gate::inside`]). Says where it
-    /// was.
+    /// Shuts the gate for all calls. Threads inside come out when their calls are over ([`Gate::inside`]). Returns the
+    /// mode before.
     pub(crate) fn close(&self) -> Mode {
         self.swap(Mode::Shut)
     }
 
-    /// Counts the threads that are inside, or let in and on their way.
+    /// Counts the threads that are inside, or about to go in because they were let in.
     pub fn inside(&self) -> usize {
-        // In this order: one that was let in leaves the list when it has marked its slot.
+        // In this order: a thread that was let in leaves the list once it has marked its slot.
         let let_in = self.sleepers().list.values().filter(|sleeper| sleeper.let_in).count();
         let_in + self.slots.inside().len()
     }
 
-    /// The threads that wait to go in, by how long they have, longest first.
+    /// Returns the threads that wait to go in, the longest wait first.
     pub fn waiting(&self) -> Vec<WaitingCall> {
         let sleepers = self.sleepers();
         let waiting = sleepers.list.values().filter(|sleeper| !sleeper.let_in);
         waiting.map(Sleeper::call).collect()
     }
 
-    /// A number that stands still as long as no thread comes to the gate, goes in or comes out: nothing was launched between two
-    /// looks that give the same.
+    /// Returns a number that changes whenever a thread comes to the gate, goes in or comes out. If two reads return the
+    /// same number, nothing was launched between them.
     pub fn mark(&self) -> u64 {
         self.slots.mark()
     }
 
-    /// Is memory away, and no pause or resume under way?
+    /// Is memory off its device, with no pause or resume under way?
     pub fn is_offloaded(&self) -> bool {
         Mode::of(self.mode.load(Ordering::SeqCst)) == Mode::Offloaded
     }
@@ -351,23 +351,24 @@ impl Gate {
         self.mode.load(Ordering::SeqCst) == Mode::Shut as u8
     }
 
-    /// Does it let every call in?
+    /// Does the gate let every call in?
     pub fn is_open(&self) -> bool {
         self.mode.load(Ordering::SeqCst) == Mode::Open as u8
     }
 
-    /// Is the calling thread inside, or past the gate in a call of its own?
+    /// Is the calling thread inside a call, or does it wait to go in?
     pub fn is_inside() -> bool {
         HERE.is_inside()
     }
 
-    /// All threads that have ever been inside and live, by their slots.
+    /// Returns the slot numbers of all living threads that have ever been inside.
     pub fn threads(&self) -> Vec<u64> {
         self.slots.numbers()
     }
 
-    /// Lets each thread of those that `chosen` picks make one call, where it waits at the shut gate. Captures are not
-    /// begun. How many go in. Only for a gate that was open before, which a `Draining` stands for: all memory is there.
+    /// Lets each thread that `chosen` picks, and that waits at the shut gate, make one call. It lets no capture begin.
+    /// Returns how many threads go in. Use it only if the gate was open before, as a `Draining` guarantees: all memory
+    /// is on its device.
     pub(crate) fn step(&self, chosen: impl Fn(u64) -> bool) -> usize {
         let mut sleepers = self.sleepers();
         let mut count = 0;
@@ -381,18 +382,18 @@ impl Gate {
         count
     }
 
-    /// Waits until somebody comes, goes in or comes out, or for `time`. May return early.
+    /// Waits until a thread comes, goes in or comes out, or until `time` has passed. May return early.
     pub(crate) fn wait_for_change(&self, time: Duration) {
         let sleepers = self.sleepers();
         let _woken =
             self.changed.wait_timeout(sleepers, time).unwrap_or_else(PoisonError::into_inner);
     }
 
-    /// Shuts the gate for everybody and waits until all are out. The caller must not be inside. Says where the gate
-    /// was.
+    /// Shuts the gate for all calls and waits until all threads are out. The caller must not be inside. Returns the
+    /// mode before.
     ///
     /// # Errors
-    /// [`StillInside`] at `deadline`, or when `called_off` says so, with the gate as it was before.
+    /// [`StillInside`] at `deadline`, or once `called_off` returns true. The gate then has its mode before.
     pub(crate) fn shut(
         &self,
         deadline: Instant,
@@ -418,27 +419,28 @@ impl Gate {
         }
     }
 
-    /// Returns the number of calls that have had to wait.
+    /// Returns the number of calls that had to wait.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }
 }
 
 impl Pass<'_> {
-    /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
-    /// inside: a resume that has begun since waits for it to come out.
+    /// Does the ledger alone answer, because memory was off its device when this thread went in? The answer stays true
+    /// while the thread is inside: a resume that has begun since waits for the thread.
     #[inline]
     pub fn is_offloaded(&self) -> bool {
         let mode = self.visit.as_ref().map_or_else(|| HERE.label(), |visit| visit.slot.label());
         mode == Mode::Offloaded as usize
     }
 
-    /// For a caller that has to wait for another process: leaves, waits until the gate is open, and is back inside. So
-    /// a pause need not wait for it. Does nothing within another pass; the caller has no pass within this one.
+    /// Leaves the gate, waits until it is open, and goes in again. It is for a caller that waits for another process: a
+    /// pause need not wait for that caller. Does nothing within another pass. The caller must have no pass within this
+    /// one.
     pub fn step_aside(&self) {
         if let Some(Visit { slot, .. }) = self.visit {
             self.gate.leave(slot);
-            // Use goes in where all memory is there.
+            // `Use` goes in only when all memory is on its device.
             self.gate.enter(slot, Call::Other("waiting for another process"), Passage::Use);
         }
     }

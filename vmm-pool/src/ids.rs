@@ -1,4 +1,4 @@
-//! Identities: of memory, the same in every process, and of what callers hold instead of the driver's handles.
+//! Identities of memory, the same in every process, and the values that callers hold instead of the driver's handles.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct AllocationId(#[cfg_attr(feature = "schema", schemars(with = "String"))] pub [u8; 16]);
 
-/// For people's programs, as text.
+/// Writes the identity as text in human-readable formats.
 impl Serialize for AllocationId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if serializer.is_human_readable() {
@@ -39,7 +39,7 @@ impl fmt::Debug for AllocationId {
 }
 
 impl AllocationId {
-    /// A new identity. `None` when the system has no randomness to give.
+    /// Makes a new identity. `None` when the system cannot supply random bytes.
     pub(crate) fn random() -> Option<Self> {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).ok()?;
@@ -47,12 +47,12 @@ impl AllocationId {
     }
 }
 
-/// A value of ours that callers hold instead of the driver's handle.
+/// Sublet's own handle, which callers hold instead of the driver's.
 ///
-/// Layout of an allocation's, high to low: 16 bits of a mark that no handle of driver 580 has (those are host addresses of
-/// user space, whose top 17 bits are zero), 24 bits generation, 24 bits index. The generation makes a
-/// value that is used after release an error instead of somebody else's memory. A front's own has another mark, and a number
-/// that never comes again.
+/// Layout of an allocation's handle, from the highest bits: 16 bits mark, 24 bits generation, 24 bits index. No handle
+/// of driver 580 has this mark: those are host addresses of user space, whose top 17 bits are zero. The generation
+/// makes the use of a released handle an error, instead of an access to another caller's memory. A front's own handle
+/// has another mark, and a number that is never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VirtualHandle(u64);
 
@@ -67,23 +67,23 @@ impl VirtualHandle {
         Self(Self::MARK << 48 | u64::from(generation) << 24 | (index as u64 & Self::INDEX_MASK))
     }
 
-    /// The handle `number` of the front.
+    /// Makes the handle `number` of the front.
     pub fn of_front(number: u64) -> Self {
         debug_assert!(number >> 48 == 0, "more than 2^48 handles");
         Self(Self::FRONT_MARK << 48 | number & ((1 << 48) - 1))
     }
 
-    /// Was it given out by the front? It may stand for a row by now.
+    /// Did the front give this handle out? It may stand for a row by now.
     pub fn is_of_front(self) -> bool {
         self.0 >> 48 == Self::FRONT_MARK
     }
 
-    /// The handle, when `raw` bears a mark of ours.
+    /// Returns `raw` as a handle, if it has one of Sublet's marks.
     pub fn from_raw(raw: u64) -> Option<Self> {
         [Self::MARK, Self::FRONT_MARK].contains(&(raw >> 48)).then_some(Self(raw))
     }
 
-    /// The value that callers see.
+    /// Returns the value that callers see.
     pub fn raw(self) -> u64 {
         self.0
     }
@@ -94,8 +94,8 @@ impl VirtualHandle {
     }
 }
 
-/// Another process that memory is shared with, as owner or as importer. The pool compares it, and its user knows how
-/// that process is found.
+/// Another process that shares memory with this one, as owner or as importer. The pool only compares these numbers; the
+/// pool's user knows how to find the process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PeerId(pub u64);
 

@@ -1,4 +1,4 @@
-//! The record of a phase, step by step, for the report.
+//! The records of phases, step by step, for the report.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::PoolResult;
 use crate::report::KeptBytes;
 
-/// A named part of a phase, with what it took.
+/// A named part of a phase, and the time that it took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     /// The name of the work that was done.
@@ -21,15 +21,15 @@ pub struct Step {
 /// The record of a phase, for the report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepLog {
-    /// In order.
+    /// The steps of the phase, in order.
     pub steps: Vec<Step>,
-    /// Driver calls made.
+    /// The number of driver calls that the phase made.
     pub driver_calls: u64,
-    /// Device bytes the phase was about.
+    /// The device memory that the phase concerned, in bytes.
     pub bytes: u64,
-    /// Of a save: what became of the contents that are kept.
+    /// For a save: the contents that it kept, by the way in which it kept them.
     pub kept: Option<KeptBytes>,
-    /// Trouble that did not stop the phase, one sentence each.
+    /// Problems that did not stop the phase, one sentence each.
     pub notes: Vec<String>,
 }
 
@@ -52,7 +52,7 @@ impl StepLog {
         }
     }
 
-    /// The time that the work of this name took, in microseconds.
+    /// Returns the time that the work of this name took, in microseconds.
     pub fn spent_us(&self, name: &str) -> u64 {
         let steps = self.steps.iter().filter(|step| step.name == name);
         steps.map(|step| step.elapsed_us).sum()
@@ -70,7 +70,7 @@ impl StepLog {
         self.notes.extend(other.notes);
     }
 
-    /// One driver call more.
+    /// Counts one more driver call.
     pub(crate) fn call(&mut self) {
         self.driver_calls += 1;
     }

@@ -1,9 +1,9 @@
 //! Device memory as handles, reservations and mappings, over a real or a simulated CUDA driver.
 //!
-//! The pool stands between callers of the driver's virtual memory interface and the driver. Callers hold
-//! [`VirtualHandle`]s, which stay the same while the memory behind them is given back and created again.
-//! It learns no process id, opens no socket, and knows no framework: other processes are numbers to it
-//! ([`PeerId`]), which its user gives.
+//! The pool is a layer between the driver and callers of its virtual memory interface. Callers hold [`VirtualHandle`]s,
+//! which stay the same while the memory behind them is released and created again. The pool learns no process id, opens
+//! no socket, and knows no framework. For the pool, other processes are numbers ([`PeerId`]), which the pool's user
+//! chooses.
 
 pub mod asking;
 pub mod budget;

@@ -1,7 +1,7 @@
-//! Host memory for the next pause: what one would take, brought in while the application runs.
+//! Populates host memory for the next pause, as much as a pause would need, while the application runs.
 //!
-//! A chunk is touched and pinned without a lock. A pause that comes meanwhile takes it as far as it has come, so that never
-//! two grow the arena at the same time.
+//! A chunk is touched and pinned without a lock. A pause that begins meanwhile takes the chunk, however much of it is
+//! populated. So two threads never grow the arena simultaneously.
 
 use std::time::Duration;
 
@@ -16,15 +16,15 @@ use crate::store::{Coming, Copies, bring_in};
 /// Threads that touch memory while the application runs.
 const TOUCHERS_MAX: usize = 2;
 
-/// Host memory of one process, at one moment.
+/// The host memory of one process, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostStanding {
-    /// Held for saved contents, in bytes.
+    /// The host memory held for saved contents, in bytes.
     pub held_bytes: u64,
-    /// The host memory that a pause of everything would hold, in bytes: as much as is kept of device memory. After a
-    /// pause it is what that pause used, and what has come to it since.
+    /// The host memory that a pause of everything would hold, in bytes: as much as the device memory whose contents are
+    /// kept. After a pause it is what that pause used, plus what the process has allocated since.
     pub wanted_bytes: u64,
-    /// The size of what is brought in next, in bytes; 0 when nothing is missing.
+    /// The size of the next chunk to populate, in bytes; 0 when nothing is missing.
     pub next_bytes: u64,
 }
 
@@ -33,11 +33,11 @@ pub struct HostStanding {
 pub enum BroughtIn {
     /// Nothing is missing.
     Enough,
-    /// One chunk more is held.
+    /// The process holds one chunk more.
     Chunk {
-        /// Its size.
+        /// The size of the chunk.
         size_bytes: u64,
-        /// The steps that were taken for it.
+        /// The steps that populated the chunk.
         log: StepLog,
     },
     /// A pause or resume is under way, or the process ends.
@@ -45,7 +45,7 @@ pub enum BroughtIn {
 }
 
 impl<D: Driver> HostMemory<D> {
-    /// Returns the host memory that is held, and that which a pause would hold. Waits for nothing.
+    /// Returns the host memory that is held, and the host memory that a pause would hold. Does not block.
     pub fn standing(&self) -> HostStanding {
         let ((kept, filed), held) = (self.wanted_places(), self.incoming.figures());
         HostStanding {
@@ -55,7 +55,7 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// Computes the ends of the contents of a pause of everything, in arena and file.
+    /// Computes where the contents of a pause of everything would end, in the arena and in the file.
     fn wanted_places(&self) -> (u64, u64) {
         let (whole, kept_bytes) = {
             let ledger = self.holdings.ledger();
@@ -69,13 +69,13 @@ impl<D: Driver> HostMemory<D> {
         (kept, filed)
     }
 
-    /// Brings in one chunk of the host memory that a pause of everything would take beyond what is held, as long as no
-    /// more than `most_bytes` are held with it. The application runs meanwhile, and a pause that comes takes the chunk as
-    /// it is: no lock is held while it is touched and pinned, by a few threads. Makes no context: where there is none, the
-    /// chunk is pinned by the pause. To be called on a thread of ours that does nothing else.
+    /// Populates one chunk of host memory, if a pause of everything would need more than is held. Does nothing if more
+    /// than `most_bytes` would be held then. The application runs meanwhile. A few threads touch and pin the chunk
+    /// without a lock, and a pause that begins takes the chunk as it is. Makes no context: without one, the pause pins
+    /// the chunk. Call it on a thread of Sublet's that does nothing else.
     ///
     /// # Errors
-    /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::Driver`]; what was held before is held still.
+    /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::Driver`]: the host memory held before stays.
     ///
     /// # Driver calls
     /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostRegister`.
@@ -85,7 +85,8 @@ impl<D: Driver> HostMemory<D> {
         let nodes = self.devices.nodes_of(&devices);
         let (claim, mut how) = {
             let mut arena = self.arena();
-            // Behind the lock: a pause takes it when its gate is shut, before it looks for what is on its way.
+            // Checked under the lock: a pause takes the lock after its gate is shut, and then looks for a chunk that is
+            // on its way.
             if gate.is_shut() || self.incoming.is_held() {
                 return Ok(BroughtIn::NotNow);
             }
@@ -105,7 +106,7 @@ impl<D: Driver> HostMemory<D> {
         let held = bring_in(&mut log, driver, &how, (claim.coming, pins), &is_urgent)?;
         let mut arena = self.arena();
         if self.incoming.figures().missing(kept, filed > 0).is_none() {
-            // A pause did not wait for it any longer, and has taken as much itself.
+            // A pause has stopped waiting for this chunk, and has allocated as much itself.
             arena.discard(held);
             return Ok(BroughtIn::NotNow);
         }
@@ -113,13 +114,13 @@ impl<D: Driver> HostMemory<D> {
         Ok(BroughtIn::Chunk { size_bytes, log })
     }
 
-    /// Nothing is brought in or given back from now on, because the process ends. Waits for the driver call under way, at
-    /// most for as long as this.
+    /// Stops populating and giving back host memory, because the process ends. Waits for the driver call under way, for
+    /// at most `timeout`.
     pub fn stop(&self, timeout: Duration) {
         self.incoming.hold(timeout);
     }
 
-    /// Is nothing brought in now, because the process ends or is frozen?
+    /// Has populating stopped, because the process ends or is frozen?
     pub fn has_stopped(&self) -> bool {
         self.incoming.is_held()
     }

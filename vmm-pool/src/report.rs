@@ -1,5 +1,5 @@
-//! Plain accounts of who holds what, in bytes. Sums are exact: every byte of pool memory is in exactly
-//! one [`ClassBytes`].
+//! Reports of the memory that each process holds, in bytes. Sums are exact: every byte of pool memory is in exactly one
+//! [`ClassBytes`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -39,12 +39,12 @@ pub struct KeptBytes {
 }
 
 impl KeptBytes {
-    /// All of it.
+    /// Returns the sum of the three, in bytes.
     pub fn total_bytes(self) -> u64 {
         self.zero_bytes.saturating_add(self.unchanged_bytes).saturating_add(self.copied_bytes)
     }
 
-    /// Both together.
+    /// Returns the sums of both.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -66,7 +66,8 @@ pub struct CopiedBytes {
     pub of_bytes: u64,
 }
 
-/// The same, counted by the thread that copies and read by others. Nobody decides by it, so no order of loads and stores matters.
+/// The counters behind [`CopiedBytes`]. The thread that copies writes them, others read them. No decision depends on
+/// them, so no order of loads and stores matters.
 #[derive(Debug, Default)]
 pub(crate) struct Copied {
     done_bytes: AtomicU64,
@@ -74,13 +75,13 @@ pub(crate) struct Copied {
 }
 
 impl Copied {
-    /// A pause or resume is about to copy so much.
+    /// Resets the counters: a pause or resume is about to copy `of_bytes`.
     pub(crate) fn begin(&self, of_bytes: u64) {
         self.done_bytes.store(0, Ordering::Relaxed);
         self.of_bytes.store(of_bytes, Ordering::Relaxed);
     }
 
-    /// So much more is copied.
+    /// Counts `bytes` more as copied.
     pub(crate) fn add(&self, bytes: u64) {
         self.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -132,10 +133,11 @@ fn empty_if_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D
     String::deserialize(deserializer)
 }
 
-/// Least memory left to the driver on a device that counts, in bytes. Less makes no room for anybody: a context takes more.
+/// The least memory left to the driver on a device that counts, in bytes. Less gives no tenant room: a context needs
+/// more.
 pub(crate) const NATIVE_BYTES_MIN: u64 = 16 << 20;
 
-/// Why memory stays that a pause was to give back.
+/// The reason for memory that a pause should have released, and that stays.
 pub(crate) const OVERDUE: &str =
     "the driver would not copy it or let it go: a resume and another pause try again";
 
@@ -152,13 +154,13 @@ pub struct PinnedBytes {
 }
 
 impl PinnedBytes {
-    /// As much more for the same reason.
+    /// Adds memory that stays for the same reason.
     pub(crate) fn add(&mut self, more: &Self) {
         self.bytes = self.bytes.saturating_add(more.bytes);
         self.count = self.count.saturating_add(more.count);
     }
 
-    /// Adds `more` to `stays`, which have each reason once, the largest first.
+    /// Adds `more` to `stays`. Each reason is there once, and the largest is first.
     pub fn merge(stays: &mut Vec<Self>, more: &[Self]) {
         for stay in more {
             match stays.iter_mut().find(|known| known.reason == stay.reason) {
@@ -169,7 +171,7 @@ impl PinnedBytes {
         stays.sort_by(|one, other| (other.bytes, &one.reason).cmp(&(one.bytes, &other.reason)));
     }
 
-    /// Sum of all `stays`, in bytes.
+    /// Returns the sum of all `stays`, in bytes.
     pub fn total_bytes(stays: &[Self]) -> u64 {
         stays.iter().map(|stay| stay.bytes).fold(0, u64::saturating_add)
     }
@@ -191,12 +193,12 @@ pub struct DeviceReport {
 }
 
 impl DeviceReport {
-    /// All own bytes, resident or not.
+    /// Returns all own bytes, resident or not.
     pub fn own_bytes(&self) -> u64 {
         self.classes.iter().map(|class| class.own_bytes).sum()
     }
 
-    /// Own bytes that are on the device now.
+    /// Returns the own bytes that are on the device now.
     pub fn resident_bytes(&self) -> u64 {
         self.classes.iter().map(|class| class.resident_bytes).sum()
     }

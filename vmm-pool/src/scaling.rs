@@ -1,4 +1,4 @@
-//! For tests: does work on more take as much longer, or the square of that?
+//! For tests: checks that the time of work grows linearly with its amount, and not quadratically.
 
 mod idle;
 
@@ -10,11 +10,11 @@ pub(crate) use idle::IdleDriver;
 
 const FEW: usize = 5_000;
 const MANY: usize = 20_000;
-/// 4 is linear, 16 quadratic; a busy machine is somewhere in between.
+/// The largest ratio of times. Linear work has 4, quadratic work 16; a busy machine is somewhere in between.
 const RATIO_MAX: u32 = 9;
 
-/// Fails when what `prepare` makes for four times as many takes some sixteen times as long. Time is the calling
-/// thread's own, and the least of several runs, so that other work on the machine counts little.
+/// Fails if the work of `prepare` takes some sixteen times as long for four times as many items. Counts the calling
+/// thread's own time, and the shortest of several runs, so that other work on the machine counts little.
 pub(crate) fn assert_not_quadratic<F: FnMut()>(prepare: impl Fn(usize) -> F) {
     let [few, many] = [FEW, MANY].map(|count| {
         let mut work = prepare(count);
@@ -25,7 +25,7 @@ pub(crate) fn assert_not_quadratic<F: FnMut()>(prepare: impl Fn(usize) -> F) {
         });
         runs.min().unwrap_or_default()
     });
-    // Below that, the clock says little.
+    // Below that, the clock is not precise enough.
     let few = few.max(Duration::from_micros(100));
     assert!(many < few * RATIO_MAX, "{FEW} take {few:?}, {MANY} take {many:?}");
 }

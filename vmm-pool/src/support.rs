@@ -1,11 +1,11 @@
-//! Whether a driver offers what a pool stands on.
+//! Checks whether a driver has the features that a pool needs.
 
 use crate::driver::{DeviceAttribute, DeviceOrdinal, Driver, DriverError, DriverVersion};
 
 /// The oldest driver that a pool works with.
 pub const VERSION_MIN: DriverVersion = DriverVersion(12_000);
 
-/// Why a pool cannot stand on a driver.
+/// The reason why a pool cannot use a driver.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unsupported {

@@ -1,6 +1,6 @@
-//! Waiting for devices, on threads of their own: a wait inside the driver cannot be called off. One that is not over when
-//! nobody wants it any more goes on, and serves the next waiter for the same place, so there is never more than
-//! one thread a place.
+//! Waits for devices, on separate threads, because nothing can cancel a wait inside the driver. A wait that nobody
+//! needs any more goes on, and serves the next caller that waits for the same place. So there is never more than one
+//! thread for a place.
 //!
 //! Lock order: `table` is a leaf, and never held across a driver call.
 
@@ -19,7 +19,7 @@ use sublet_sync::sync::lock;
 pub enum Waited {
     /// The primary context of a device.
     Device(DeviceOrdinal),
-    /// A context that the application made for itself.
+    /// A context that the application has created.
     OwnContext(RawContext),
 }
 
@@ -32,17 +32,18 @@ impl fmt::Display for Waited {
     }
 }
 
-/// Does `code` say that the application has ended this context of its own? It may have done so by a call that nobody saw.
+/// Does `code` say that the application has destroyed this context of its own? It may have done so by a call that
+/// Sublet did not see.
 fn is_over(place: Waited, code: DriverCode) -> bool {
     let codes = [DriverCode::INVALID_CONTEXT, DriverCode::CONTEXT_IS_DESTROYED];
     matches!(place, Waited::OwnContext(_)) && codes.contains(&code)
 }
 
-/// The waits of one process. Any thread may use it.
+/// The waits of one process. Any thread may use this value.
 #[derive(Debug)]
 pub struct Waits<D: Driver> {
     shared: Arc<WaitThreads<D>>,
-    /// Something has been waited for.
+    /// The channel that gets a message when a wait has ended.
     ended: Receiver<()>,
 }
 
@@ -51,38 +52,38 @@ struct WaitThreads<D: Driver> {
     driver: Arc<D>,
     table: Mutex<WaitPlaces>,
     tell: Sender<()>,
-    /// A wait is over.
+    /// Signals that a wait is over.
     over: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct WaitPlaces {
-    /// The last question of all. No number comes twice.
+    /// The number of the last question. Each question has a new number.
     last: u64,
     places: BTreeMap<Waited, WaitPlace>,
 }
 
-/// One place that was asked about.
+/// The state of one place that a question has named.
 #[derive(Debug, Default)]
 struct WaitPlace {
-    /// The last question.
+    /// The last question about the place.
     asked: u64,
-    /// The last question that was answered.
+    /// The last question about the place that was answered.
     answered: u64,
     outcome: Option<DriverError>,
     has_thread: bool,
-    /// Since when its thread is in the driver, or about to be.
+    /// The time when the thread of the place entered the driver, or was about to.
     began: Option<Instant>,
 }
 
 impl WaitPlace {
-    /// Is a wait to begin here?
+    /// Must a wait begin here?
     fn is_wanted(&self) -> bool {
         self.asked > self.answered
     }
 }
 
-/// One question about several places: has all work that was there when it was asked ended?
+/// A question about several places: has all work ended that was there when the question was made?
 #[derive(Debug)]
 pub(crate) struct Question {
     number: u64,
@@ -102,16 +103,16 @@ pub(crate) enum WorkLeft {
 
 impl<D: Driver> Waits<D> {
     pub(crate) fn new(driver: Arc<D>) -> Self {
-        // One message says that there is something to look at; more would say the same.
+        // One message says that an answer may be ready. More messages would say the same.
         let (tell, ended) = crossbeam_channel::bounded(1);
         let shared = WaitThreads { driver, table: Mutex::default(), tell, over: Condvar::new() };
         Self { shared: Arc::new(shared), ended }
     }
 
-    /// Has waits end at `places` for all work that is there now.
+    /// Starts waits at `places` for all work that is there now.
     ///
     /// # Errors
-    /// The system gave no thread for this place.
+    /// The system could not start a thread for this place.
     pub(crate) fn ask(&self, places: Vec<Waited>) -> Result<Question, (Waited, std::io::Error)> {
         let mut table = lock(&self.shared.table);
         table.last += 1;
@@ -124,7 +125,7 @@ impl<D: Driver> Waits<D> {
             }
             let (shared, told) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
             let wait = move || shared.wait_for(place);
-            // It takes the lock first, which is given up below.
+            // The thread first waits for the lock, which this function holds.
             sublet_sync::threads::spawn("sublet-drain", wait, move |_| told.end_in_panic(place))
                 .map_err(|source| (place, source))?;
             row.has_thread = true;
@@ -149,16 +150,17 @@ impl<D: Driver> Waits<D> {
         if busy.is_empty() { WorkLeft::Idle } else { WorkLeft::Busy(busy) }
     }
 
-    /// Gets a message when a wait has ended.
+    /// Returns the channel that gets a message when a wait has ended.
     pub(crate) fn ended(&self) -> &Receiver<()> {
         &self.ended
     }
 
-    /// Waits until no wait is under way that was taken up less than `limit` ago, which is over then at the latest. Is none at all?
+    /// Waits until every wait has ended, or has run for `limit`, so for at most `limit`. Returns whether no wait is
+    /// left.
     ///
-    /// For a thread that is inside, and about to begin a stream capture, which the driver ends when a device is waited for during it: waits that were
-    /// left behind when the gate opened may be about to begin, though nobody wants to know any more. Where a device has work for longer, its wait
-    /// has begun long before.
+    /// Call it on a thread that is inside and about to begin a stream capture. A wait for a device during a capture
+    /// makes the driver end the capture. Waits that nobody needs any more may still enter the driver after the gate has
+    /// opened. A wait for a device with long work has entered the driver long before.
     pub fn let_end(&self, limit: Duration) -> bool {
         let is_young = |row: &WaitPlace| row.began.is_some_and(|began| began.elapsed() < limit);
         let is_any = |table: &mut WaitPlaces| table.places.values().any(is_young);
@@ -167,10 +169,11 @@ impl<D: Driver> Waits<D> {
         table.places.values().all(|row| row.began.is_none())
     }
 
-    /// Waits until nobody of ours is in the driver at `place`, or about to be, for at most `limit`. Is nobody? Nobody may ask for it meanwhile.
+    /// Waits until no thread of Sublet's waits in the driver at `place`, or is about to, for at most `limit`. Returns
+    /// whether that is so. No new question may name the place meanwhile.
     ///
-    /// For a thread that is inside, and about to end a context, which nobody may be using: a wait there that was left behind when the gate opened
-    /// ends with the work, which the driver would wait for too.
+    /// Call it on a thread that is inside and about to destroy a context, which nobody may use then. A wait that was
+    /// left there when the gate opened ends with the work. The driver would wait for that work too.
     #[doc(alias = "cuCtxDestroy")]
     pub fn let_place_end(&self, place: Waited, limit: Duration) -> bool {
         let is_there = |table: &mut WaitPlaces| {
@@ -181,7 +184,7 @@ impl<D: Driver> Waits<D> {
         !is_there(&mut table)
     }
 
-    /// Nobody wants to know any more. No wait is taken up after this: one during a stream capture would end that.
+    /// Drops all open questions. No wait begins after this call: one during a stream capture would end the capture.
     pub(crate) fn forget(&self) {
         for row in lock(&self.shared.table).places.values_mut() {
             row.asked = row.answered;
@@ -191,7 +194,8 @@ impl<D: Driver> Waits<D> {
 }
 
 impl<D: Driver> WaitThreads<D> {
-    /// The thread of `place` is no more. What was asked has failed, and the next question begins another.
+    /// Records that the thread of `place` has ended. All its questions have failed, and the next question begins
+    /// another thread.
     fn end_in_panic(&self, place: Waited) {
         let error = DriverError { op: DriverOp::ContextSynchronize, code: DriverCode::UNKNOWN };
         let mut table = lock(&self.table);
@@ -203,7 +207,7 @@ impl<D: Driver> WaitThreads<D> {
         let _told = self.tell.try_send(());
     }
 
-    /// Waits for `place` as long as somebody wants to know.
+    /// Waits for `place` as long as a question is open.
     fn wait_for(&self, place: Waited) {
         loop {
             let number = {
@@ -221,7 +225,7 @@ impl<D: Driver> WaitThreads<D> {
                 Waited::OwnContext(context) => self.driver.make_own_context_current(context),
             };
             let outcome = current.and_then(|()| self.driver.synchronize()).err();
-            // One that has ended has no work left.
+            // A context that is destroyed has no work left.
             let outcome = outcome.filter(|error| !is_over(place, error.code));
             {
                 let mut table = lock(&self.table);

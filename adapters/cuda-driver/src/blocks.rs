@@ -1,8 +1,8 @@
-//! Plain device allocations made pausable: `cuMemAlloc` and `cuMemFree` on pool memory, and who may reach it.
+//! Plain device allocations made pausable: `cuMemAlloc` and `cuMemFree` on pool memory, and the devices that may reach it.
 //!
-//! `cuMemAlloc` of [`BLOCK_BYTES_MIN`] and more becomes pool memory with a range of its own; less stays
-//! with the driver and is counted, because every pool allocation takes a whole granule of 2 MiB. Below
-//! `PyTorch`'s caching allocator this loses nothing: its segments are 2 MiB and more.
+//! `cuMemAlloc` of [`BLOCK_BYTES_MIN`] and more becomes pool memory with a range of its own. Smaller allocations stay with the
+//! driver and are counted, because every pool allocation takes a whole granule of 2 MiB. `PyTorch` loses nothing by that: the
+//! segments of its caching allocator are 2 MiB and more.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
@@ -46,7 +46,7 @@ pub mod stays {
 pub struct Accessors {
     /// Owner to accessors.
     by_owner: Mutex<BTreeMap<DeviceOrdinal, BTreeSet<DeviceOrdinal>>>,
-    /// Pairs of owner and accessor that the driver does not join.
+    /// Pairs of owner and accessor between which the driver gives no access.
     apart: Mutex<BTreeSet<(DeviceOrdinal, DeviceOrdinal)>>,
 }
 
@@ -57,13 +57,13 @@ impl Accessors {
         std::iter::once(owner).chain(others).collect()
     }
 
-    /// From now on, new plain memory of `owner` can be reached by `accessor`.
+    /// Makes new plain memory of `owner` reachable by `accessor` from now on.
     pub fn record(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
         let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
         by_owner.entry(owner).or_default().insert(accessor);
     }
 
-    /// Lets `accessor` reach plain memory that `owner` has already.
+    /// Makes the present plain memory of `owner` reachable by `accessor`.
     ///
     /// # Errors
     /// The error of the pool.
@@ -76,9 +76,9 @@ impl Accessors {
         member.pool().enter().open_blocks_to(owner, accessor)
     }
 
-    /// The driver has refused a copy. It copies plain memory between any two devices, and mapped memory, which ours
-    /// is, only where the current context's device may reach it (driver 580). So all devices with blocks, and
-    /// `current`, are given access to each other's. Says whether any was: the copy is then worth another try.
+    /// Opens memory for copies after the driver has refused one. The driver copies plain memory between any two devices. It
+    /// copies mapped memory, which ours is, only if the current context's device has access (driver 580). So all devices with
+    /// blocks, and `current`, get access to each other's blocks. Returns whether any did: the copy is then worth another try.
     pub fn open_for_copies<D: Driver>(
         &self,
         member: &Member<D>,
@@ -94,7 +94,7 @@ impl Accessors {
                 if is_known || apart().contains(&(owner, accessor)) {
                     continue;
                 }
-                // Before the present blocks, so that none is made in between without it.
+                // It is recorded before the present blocks are opened, so that no block is made in between without access.
                 self.record(owner, accessor);
                 match self.open(member, owner, accessor) {
                     Ok(()) => is_any_open = true,
@@ -109,8 +109,8 @@ impl Accessors {
         is_any_open
     }
 
-    /// Future memory of `owner` is no longer opened to `accessor`. Present memory stays open: taking
-    /// access away could only turn a program that works into one that does not.
+    /// Ends the access of `accessor` to future memory of `owner`. Present memory stays open: to take access away could only
+    /// break a program that works.
     pub fn disable(&self, owner: DeviceOrdinal, accessor: DeviceOrdinal) {
         let mut by_owner = self.by_owner.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(accessors) = by_owner.get_mut(&owner) {
@@ -119,9 +119,8 @@ impl Accessors {
     }
 }
 
-/// Why a plain allocation of `size_bytes` stays with the driver, which is then told to [`vmm_pool::Natives`]; `None`
-/// where it becomes pool memory. `is_outside` says whether NCCL may share memory
-/// with a process that cannot open our handles.
+/// Returns the reason why a plain allocation of `size_bytes` stays with the driver, for [`vmm_pool::Natives`]; `None` if it
+/// becomes pool memory. `is_outside` says whether NCCL may share memory with a process that cannot open our handles.
 pub fn stays_native(
     size_bytes: u64,
     library: &str,
@@ -130,13 +129,13 @@ pub fn stays_native(
     if size_bytes < BLOCK_BYTES_MIN {
         return Some(TOO_SMALL);
     }
-    // NCCL asks for plain memory only when its cuMem path is off (NCCL_CUMEM_ENABLE=0), and then shares it by CUDA IPC. A rank
+    // NCCL requests plain memory only when its cuMem path is off (NCCL_CUMEM_ENABLE=0), and then shares it by CUDA IPC. A rank
     // outside Sublet cannot open our ticket.
     (library == caller::NCCL && is_outside()).then_some(FOR_OUTSIDE)
 }
 
 /// Allocates pool memory on `device` for `library`, however small: the size is rounded up to a granule. `context` is the
-/// caller's, where it has one.
+/// caller's context, if it has one.
 #[doc(alias = "cuMemAlloc")]
 pub fn allocate<D: Driver>(
     member: &Member<D>,
@@ -174,19 +173,19 @@ pub fn allocate<D: Driver>(
     }
 }
 
-/// Describes an allocation of a class, with how it waits for room. PyTorch frees what it caches when it is refused, and
-/// asks again. It does not do so in a pool of its own, which a region is. NCCL asks while other ranks wait for this
-/// one.
+/// Describes an allocation of a class, and its way to wait for room. PyTorch frees its cached memory after a refusal, and
+/// requests again. It does not do so in a pool of its own, which a region is. NCCL requests memory while other ranks wait for
+/// this one.
 pub(crate) fn room_of(device: Option<DeviceOrdinal>, size_bytes: u64, class: &Class) -> Allocation {
     let is_asked_twice = class.library == caller::TORCH && class.tag.is_empty();
     let may_wait = !class.library.starts_with(caller::NCCL);
     Allocation { device, size_bytes, is_asked_twice, may_wait }
 }
 
-/// Takes room in the tenant's budget for what the driver is about to make, for [`vmm_pool::Native`].
+/// Takes room in the tenant's budget for memory that the driver is about to make, for [`vmm_pool::Native`].
 ///
 /// # Errors
-/// [`DriverCode::OUT_OF_MEMORY`] where it does not fit.
+/// [`DriverCode::OUT_OF_MEMORY`] if it does not fit.
 pub fn take_room<D: Driver>(
     member: &Member<D>,
     device: DeviceOrdinal,
@@ -199,20 +198,20 @@ pub fn take_room<D: Driver>(
     })
 }
 
-/// Plain memory that ends with its context. While this lives, no pause or resume begins.
+/// The plain memory that ends with a context. While this lives, no pause or resume begins.
 #[derive(Debug)]
 #[must_use = "the driver's call comes between"]
 pub struct Ending<'a, D: Driver> {
     member: &'a Member<D>,
     entered: Inside<'a, D>,
     context: RawContext,
-    /// None once it has ended.
+    /// `None` once the context has ended.
     memory: Option<PlainMemory>,
 }
 
-/// Takes the plain memory that goes with `context`. Called before the driver ends the context: its value may be
-/// another's immediately. Until the answer is dropped, that memory is no context's. When the driver has not ended the
-/// context by then, the context has its memory again. `prepare` is called before the memory is looked for. It may take
+/// Takes the plain memory that ends with `context`. Call this before the driver ends the context: the value may name another
+/// context immediately afterwards. Until the answer is dropped, that memory belongs to no context. If the driver has not ended
+/// the context by then, the context gets its memory back. `prepare` is called before the memory is looked for. It may take
 /// long: no pause or resume begins meanwhile.
 #[doc(alias = "cuCtxDestroy")]
 pub fn ending<D: Driver>(
@@ -232,7 +231,7 @@ impl<D: Driver> Ending<'_, D> {
         self.context
     }
 
-    /// The driver has ended the context.
+    /// Records that the driver has ended the context.
     pub fn ended(mut self) {
         if let Some(memory) = self.memory.take() {
             self.entered.plain_memory_ends(memory);
@@ -248,8 +247,8 @@ impl<D: Driver> Drop for Ending<'_, D> {
     }
 }
 
-/// Frees the block at `address`. `settle` waits for the work that may still use it, as `cuMemFree` does;
-/// it is not called while the memory is away, when no work can. The driver frees what no block starts at.
+/// Frees the block at `address`. `settle` waits for the work that may still use the block, as `cuMemFree` does. It is not
+/// called while the memory is away, when no work can use it. If no block starts there, the driver frees the memory.
 #[doc(alias = "cuMemFree")]
 pub fn free<D: Driver>(
     member: &Member<D>,
@@ -264,8 +263,8 @@ pub fn free<D: Driver>(
     give_up(&entered, settle, || entered.block_give_up(block))
 }
 
-/// Frees the block at `address` later: `arrange` has [`free_now`] called once the work that may still use it has ended. While
-/// the memory is away no work can, and it goes now. The driver frees what no block starts at.
+/// Frees the block at `address` later. `arrange` makes [`free_now`] run once the work that may still use the block has ended.
+/// While the memory is away no work can use it, so it is freed now. If no block starts there, the driver frees the memory.
 #[doc(alias = "cuMemFreeAsync")]
 pub fn free_later<D: Driver>(
     member: &Member<D>,
@@ -283,13 +282,13 @@ pub fn free_later<D: Driver>(
     arrange(block).ok().map_or_else(Answer::Refused, Answer::Done)
 }
 
-/// Frees `block`, whose work has ended. [`Answer::AskDriver`] if it is gone, whatever lies at its address by now.
+/// Frees `block`, whose work has ended. [`Answer::AskDriver`] if the block is gone, whatever is at its address by now.
 pub fn free_now<D: Driver>(member: &Member<D>, block: Block) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
     give_up(&entered, || DriverCode::SUCCESS, || entered.block_give_up(block))
 }
 
-/// Gives up, by `give`, memory that work may still use: `settle` waits for that, unless the memory is away.
+/// Frees, by `give`, memory that work may still use. `settle` waits for that work, unless the memory is away.
 pub(crate) fn give_up<D: Driver>(
     entered: &Inside<'_, D>,
     settle: impl FnOnce() -> DriverCode,

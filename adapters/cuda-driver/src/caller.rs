@@ -8,9 +8,9 @@ pub const NCCL: &str = "nccl";
 /// The label of PyTorch's memory.
 pub const TORCH: &str = "torch";
 
-/// Labels by start of file name; the first that fits counts. The shared CUDA runtime and the memory calls
-/// of PyTorch's own libraries are PyTorch's in a process that has it. NCCL has one file: what is built on it
-/// (`libnccl_ep`, `libnccl-net-...`) asks for memory of its own, which is paused as any other's.
+/// Labels by the start of the file name; the first that fits counts. The calls of the shared CUDA runtime and of PyTorch's own
+/// libraries are PyTorch's in a process that has it. NCCL has one file: libraries built on it (`libnccl_ep`, `libnccl-net-...`)
+/// request memory of their own, which is paused as any other.
 const LABELS: &[(&str, &str)] = &[
     ("libnccl.so", NCCL),
     ("libcublas", "cublas"),
@@ -24,11 +24,11 @@ const LABELS: &[(&str, &str)] = &[
     ("libcudart", "cudart"),
 ];
 
-/// Libraries that one process is expected to name at most; more share one label.
+/// The most libraries that one process is expected to name; more share one label.
 const NAMES_MAX: usize = 64;
 
-/// The label of a library from its path. `torch_is_loaded` gives the shared CUDA runtime's calls to
-/// PyTorch, which makes almost all of them.
+/// Returns the label of a library from its path. With `torch_is_loaded`, calls of the shared CUDA runtime count as PyTorch's,
+/// which makes almost all of them.
 pub fn label(path: &str, torch_is_loaded: bool) -> &'static str {
     let name = path.rsplit('/').next().unwrap_or(path);
     let known = LABELS.iter().find(|(start, _)| name.starts_with(start));
@@ -42,7 +42,7 @@ pub fn label(path: &str, torch_is_loaded: bool) -> &'static str {
     }
 }
 
-/// The name of a library we have no label for, kept once for the life of the process.
+/// Returns the name of a library without a label of ours. It is kept once, for the life of the process.
 fn other(name: &str) -> &'static str {
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);

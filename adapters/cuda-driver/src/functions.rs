@@ -1,23 +1,22 @@
-//! Every function of the driver's that we stand in for, and the version that it came with.
+//! Every driver function that we stand in for, and the version that introduced it.
 //!
-//! A table to be read: by those who export the functions, and by tests that hold it against NVIDIA's header and against
-//! what is exported.
+//! The code that exports the functions reads this table. Tests compare it with NVIDIA's header and with the exported functions.
 
-/// A function of the driver's.
+/// A driver function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Function {
     /// The exported name, with its ABI suffix.
     pub symbol: &'static str,
-    /// The name that `cuGetProcAddress` knows it by.
+    /// The name that `cuGetProcAddress` accepts.
     pub base: &'static str,
-    /// The version that `cuGetProcAddress` is asked at to get exactly this function.
+    /// The version that returns exactly this function from `cuGetProcAddress`.
     pub version: i32,
     /// Does it use the per-thread default stream (`_ptsz`, `_ptds`)?
     pub per_thread: bool,
 }
 
 impl Function {
-    /// The flag that `cuGetProcAddress` is asked with to get exactly this function.
+    /// Returns the flag that gets exactly this function from `cuGetProcAddress`.
     pub fn stream_flag(&self) -> u64 {
         if self.per_thread { FLAG_PER_THREAD } else { FLAG_LEGACY }
     }
@@ -28,7 +27,7 @@ const FLAG_PER_THREAD: u64 = 2;
 /// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`.
 const FLAG_LEGACY: u64 = 1;
 
-/// Splits an exported name into base name and whether it is the per-thread variant.
+/// Splits an exported name into its base name and whether it is the per-thread variant.
 const fn base_name(symbol: &'static str) -> (&'static str, bool) {
     let bytes = symbol.as_bytes();
     let mut end = bytes.len();
@@ -60,15 +59,15 @@ const fn of(symbol: &'static str, version: i32) -> Function {
 /// The beginning that all names of [`FUNCTIONS`] share.
 pub const PREFIX: &str = "cu";
 
-/// Gives the macro `$take` every function that we stand in for, by what we do with it, each with its version.
+/// Passes every function that we stand in for to the macro `$take`, grouped by our treatment, each with its version.
 ///
-/// A function that waits has its arguments and what it touches, in words of the crate that makes hooks of them.
+/// A function that waits has its arguments and the memory that it touches. Both are in words of the crate that makes hooks.
 #[macro_export]
 macro_rules! driver_functions {
     ($take:ident) => {
         $take! {
-            // A call that names all that it touches waits for no more than that; any other waits for all memory. What it touches of
-            // paged memory is there for the stream that it works on.
+            // A call that names all memory that it touches waits for that memory alone. Any other call waits for all memory.
+            // Paged memory that a call touches is on the device for the stream that it works on.
             waiting {
                 cuLaunchKernel 4000 | cuLaunchKernel_ptsz 7000 (
                     function: Pointer, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,

@@ -1,8 +1,8 @@
 //! `cudaIpc` handles of pool memory.
 //!
-//! The driver cannot make a legacy IPC handle of virtual memory, so a block that another process is to
-//! open gets a ticket in the handle's 64 bytes. The opener's mapping is an import like any other: it
-//! leaves at a pause and comes back at its address.
+//! The driver cannot make a legacy IPC handle of virtual memory. So a block that another process is to open gets a ticket in
+//! the 64 bytes of the handle. The opener's mapping is an import like any other: a pause unmaps it, and a resume maps it at its
+//! address again.
 //!
 //! ```text
 //!   0        8          24       32           40        48     64
@@ -23,7 +23,7 @@ pub const HANDLE_BYTES: usize = 64;
 
 const MAGIC: [u8; 8] = *b"SUBLETIP";
 
-/// A handle for the whole block that holds `address`, when one of this process's own does.
+/// Returns a handle for the whole block that holds `address`, if this process made the block.
 #[doc(alias = "cuIpcGetMemHandle")]
 pub fn handle_of<D: Driver>(
     member: &Member<D>,
@@ -42,8 +42,9 @@ pub fn handle_of<D: Driver>(
     Answer::Done(handle)
 }
 
-/// Opens a handle made by [`handle_of`] in another process of the tenant, or of its family, for `accessor` and the devices that reach
-/// its plain memory. The driver opens others. What comes is the block's first address, and the same one as long as it is open.
+/// Opens a handle made by [`handle_of`] in another process of the tenant, or of its family. `accessor` and the devices that
+/// reach its plain memory get access. The driver opens other handles. Returns the block's first address, which stays the same
+/// while the block is open.
 #[doc(alias = "cuIpcOpenMemHandle")]
 pub fn open<D: Driver>(
     member: &Member<D>,
@@ -56,7 +57,7 @@ pub fn open<D: Driver>(
         .map_or(Answer::AskDriver, Answer::of_import)
 }
 
-/// As [`open`], with the reason where it is refused; `None` for the driver's own handles.
+/// As [`open`], with the reason for a refusal; `None` for the driver's own handles.
 pub fn try_open<D: Driver>(
     member: &Member<D>,
     accessors: &Accessors,
@@ -68,14 +69,14 @@ pub fn try_open<D: Driver>(
     let entered = member.pool().enter();
     let opened = member.sharing().redeem_ticket(&entered, &ticket, library).and_then(|handle| {
         let address = entered.block_open(handle, asked_bytes, accessor)?;
-        // Who enables peer access from here on finds it.
+        // A thread that enables peer access from here on finds the block.
         entered.block_admit(address, &accessors.of(accessor));
         Ok(address)
     });
     Some(opened)
 }
 
-/// The ticket that a handle stands for, and the size that was requested. `None` for the driver's own handles.
+/// Returns the ticket that a handle stands for, and the size that was requested. `None` for the driver's own handles.
 fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(Ticket, u64)> {
     let rest = handle.strip_prefix(&MAGIC)?;
     let (id, rest) = rest.split_first_chunk::<16>()?;
@@ -84,7 +85,7 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     let (size, _) = rest.split_first_chunk::<8>()?;
     let owner = MemberId(u64::from_le_bytes(*owner));
     let (asked_bytes, size_bytes) = (u64::from_le_bytes(*asked), u64::from_le_bytes(*size));
-    // None that we have made: the application would be told of more memory than there is.
+    // We have made no such handle: the application would see more memory than there is.
     if asked_bytes > size_bytes {
         return None;
     }
@@ -93,9 +94,9 @@ fn read<D: Driver>(member: &Member<D>, handle: &[u8; HANDLE_BYTES]) -> Option<(T
     Some((ticket, asked_bytes))
 }
 
-/// Closes what [`open`] opened at `address`, which goes with its last close. `settle` waits for the work that
-/// may still use it; it is not called while the memory is away, when no work can. The driver closes
-/// what is not ours.
+/// Closes the block that [`open`] opened at `address`. The last close removes it. `settle` waits for the work that may still
+/// use the block. It is not called while the memory is away, when no work can use it. The driver closes memory that is not
+/// ours.
 #[doc(alias = "cuIpcCloseMemHandle")]
 pub fn close<D: Driver>(
     member: &Member<D>,

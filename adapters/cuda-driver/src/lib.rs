@@ -1,14 +1,14 @@
-//! The driver's memory calls, answered from the pool, whichever library makes them.
+//! The driver's memory calls of all libraries, answered from the pool.
 //!
 //! * [`functions`]: the driver's functions that we stand in for.
-//! * [`caller`]: which library a call comes from.
-//! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and theirs).
+//! * [`caller`]: the library that makes a call.
+//! * [`vmm`]: the virtual memory calls (`cuMemCreate`, `cuMemMap` and the like).
 //! * [`blocks`]: `cuMemAlloc`, `cuMemFree`, peer access.
 //! * [`paged`]: `cuMemAlloc` in regions whose memory is paged.
 //! * [`pointers`]: facts about addresses.
 //! * [`ipc`]: `cudaIpc` handles of such memory, as tickets.
 //!
-//! Each call has an [`Answer`]. No table of allocations lives here: the pool has the only one.
+//! Each call has an [`Answer`]. This crate has no table of allocations: the pool has the only one.
 
 pub mod blocks;
 pub mod caller;
@@ -28,23 +28,23 @@ use vmm_pool::{PoolError, PoolResult};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Answer<T> {
-    /// Carried out here.
+    /// The call was carried out here.
     Done(T),
-    /// About memory of ours, and refused with this code.
+    /// The call is about memory of ours, and is refused with this code.
     Refused(DriverCode),
-    /// Not about memory of ours: the driver itself must be asked.
+    /// The call is not about memory of ours: call the driver itself.
     AskDriver,
 }
 
 impl<T> Answer<T> {
-    /// The answer for a pool's result. What a caller of the driver cannot be told goes to the log.
+    /// Returns the answer for a result of the pool. Details that a caller of the driver cannot get go to the log.
     pub fn of(result: PoolResult<T>) -> Self {
         match result {
             Ok(value) => Self::Done(value),
             Err(PoolError::NotOurs) => Self::AskDriver,
             Err(error) => {
                 if matches!(error, PoolError::Driver { .. }) {
-                    // Callers try and fall back; the driver's own answer is passed on.
+                    // Callers try and fall back, so the driver's own answer is passed on.
                     tracing::debug!(%error, "refused");
                 } else {
                     tracing::warn!(%error, "refused");
@@ -54,7 +54,7 @@ impl<T> Answer<T> {
         }
     }
 
-    /// The answer for something that other processes took part in.
+    /// Returns the answer for a result that other processes took part in.
     pub fn of_import(result: Result<T, ImportError>) -> Self {
         match result {
             Ok(value) => Self::Done(value),
@@ -66,12 +66,12 @@ impl<T> Answer<T> {
         }
     }
 
-    /// The answer about something that may not be there: the driver's, where it is not.
+    /// Returns the answer about something that may not be there. If it is not, the driver answers.
     pub fn of_found(found: Option<T>) -> Self {
         found.map_or(Self::AskDriver, Self::Done)
     }
 
-    /// The same answer about another value.
+    /// Replaces the value of the answer by `change`.
     pub fn map<U>(self, change: impl FnOnce(T) -> U) -> Answer<U> {
         match self {
             Self::Done(value) => Answer::Done(change(value)),
@@ -80,7 +80,7 @@ impl<T> Answer<T> {
         }
     }
 
-    /// Answers about what is ours by `next`; leaves other answers as they are.
+    /// Passes a value of ours to `next`; leaves other answers as they are.
     pub fn and_then<U>(self, next: impl FnOnce(T) -> Answer<U>) -> Answer<U> {
         match self {
             Self::Done(value) => next(value),
@@ -89,7 +89,7 @@ impl<T> Answer<T> {
         }
     }
 
-    /// Refuses what is ours with `code`; leaves the rest to the driver.
+    /// Refuses a call about memory of ours with `code`; leaves the rest to the driver.
     pub fn and_refuse<U>(self, code: DriverCode) -> Answer<U> {
         match self {
             Self::Done(_) => Answer::Refused(code),

@@ -1,10 +1,10 @@
-//! The windows of a process whose memory is paged, and plain memory of regions that lies there: `cuMemAlloc` in such a region gives
+//! The windows of a process whose memory is paged, and the plain memory of regions there. `cuMemAlloc` in such a region returns
 //! addresses of its window, and takes no device memory.
 //!
-//! Only what `cuMemAlloc` gives, of [`crate::BLOCK_BYTES_MIN`] and more. Other devices have no access to it, and no other process can
-//! open it. A context that ends does not end it.
+//! Only memory of `cuMemAlloc`, of [`crate::BLOCK_BYTES_MIN`] and more, is paged. Other devices have no access to it, and no
+//! other process can open it. It does not end with a context.
 //!
-//! The locks here come before those of windows; a window that is closed is asked under them if it is empty.
+//! The locks here come before those of windows. A window that is being closed is checked for memory under them.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -24,27 +24,27 @@ use crate::blocks::give_up;
 #[derive(Debug)]
 pub struct Windows<D: Driver> {
     all: RwLock<Option<WindowList<D>>>,
-    /// The addresses that threads are about to free: nobody else has one, or frees what comes to lie there.
+    /// The addresses that threads are about to free. While an address is here, nobody else can get or free it.
     freeing: Mutex<BTreeSet<DeviceAddress>>,
     freed: Condvar,
-    /// The number of windows with regions, for callers that would find none.
+    /// The number of windows with regions, so that callers need not search when there are none.
     with_regions: AtomicUsize,
     /// The number of windows that were opened.
     opened: AtomicU64,
 }
 
-/// Windows of a process at some time: the lock is not held while a caller has them.
+/// The windows of a process at one time. A caller uses the list without the lock.
 pub type WindowList<D> = Arc<[Window<D>]>;
 
 /// One window.
 #[derive(Debug)]
 pub struct Window<D: Driver> {
     number: u64,
-    /// Its pager.
+    /// The pager of this window.
     pub pager: Arc<Pager<D>>,
-    /// The context that its pager works in, if there is one.
+    /// The context that the pager works in, if there is one.
     pub context: Option<RawContext>,
-    /// The tags of the regions whose memory lies there.
+    /// The tags of the regions whose memory is in this window.
     tags: BTreeSet<String>,
 }
 
@@ -75,7 +75,7 @@ pub enum PagedRegionError {
 }
 
 impl<D: Driver> Windows<D> {
-    /// None yet.
+    /// Makes an empty list of windows.
     pub const fn new() -> Self {
         Self {
             all: RwLock::new(None),
@@ -86,12 +86,13 @@ impl<D: Driver> Windows<D> {
         }
     }
 
-    /// All that are open.
+    /// Returns all open windows.
     pub fn list(&self) -> WindowList<D> {
         self.all.read().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
     }
 
-    /// Does `change` with the list and the place of the window with this number there, and then `then` before anybody sees the list.
+    /// Runs `change` with the list and the place of the window with this number in it. Then runs `then`, before anybody sees
+    /// the new list.
     fn change<T>(
         &self,
         number: u64,
@@ -109,7 +110,8 @@ impl<D: Driver> Windows<D> {
         Some(done)
     }
 
-    /// Opens a window, with its pager in `context`. `then` sees all windows before anybody has an address of it. Its number comes out.
+    /// Opens a window, with its pager in `context`. `then` sees all windows before anybody has an address of the new one.
+    /// Returns its number.
     pub fn open(
         &self,
         pager: Pager<D>,
@@ -132,7 +134,8 @@ impl<D: Driver> Windows<D> {
         self.find(|known| known.number == number)
     }
 
-    /// From now on memory that regions of `tag` ask for on the device of this window lies there. What they have stays as it is.
+    /// Puts new memory of regions of `tag` on this window's device into the window, from now on. Their present memory stays
+    /// where it is.
     ///
     /// # Errors
     /// [`PagedRegionError`]: nothing has changed.
@@ -149,7 +152,8 @@ impl<D: Driver> Windows<D> {
         self.change(number, set, |_| {}).unwrap_or(Ok(()))
     }
 
-    /// This window is about to end: memory of its regions is ordinary memory from now on. `then` sees all others.
+    /// Closes this window, which is about to end: new memory of its regions is ordinary memory from now on. `then` sees all
+    /// other windows.
     ///
     /// # Errors
     /// [`PagedRegionError::InUse`].
@@ -189,8 +193,8 @@ impl<D: Driver> Windows<D> {
         self.find(|it| !it.tags.is_empty() && it.pager.window().contains_address(address))
     }
 
-    /// Addresses for `size_bytes` on `device`, if `library` asks for them in a paged region. `None`: it is ordinary memory. Waits for
-    /// nothing.
+    /// Returns addresses for `size_bytes` on `device`, if `library` requests them in a paged region. `None`: the memory is
+    /// ordinary. Waits for nothing.
     #[doc(alias = "cuMemAlloc")]
     pub fn allocate(
         &self,
@@ -206,7 +210,7 @@ impl<D: Driver> Windows<D> {
         let pager = self.find(|known| known.is_for(&tag, device))?;
         match pager.alloc(size_bytes) {
             Ok(address) => Some(Answer::Done(address)),
-            // It is being closed.
+            // The window is being closed.
             Err(PageError::Ended { .. }) => None,
             Err(error) => {
                 member
@@ -222,8 +226,8 @@ impl<D: Driver> Windows<D> {
         self.window_of(address).is_some()
     }
 
-    /// Frees the paged memory that begins at `address`: `settle` waits for the work of its device that may still use it. `None`: it is no
-    /// paged region's.
+    /// Frees the paged memory that begins at `address`. `settle` waits for the work of its device that may still use it.
+    /// `None`: no paged region has memory there.
     #[doc(alias = "cuMemFree")]
     pub fn free(
         &self,
@@ -264,7 +268,7 @@ impl<D: Driver> Window<D> {
     }
 }
 
-/// No other thread frees what lies there.
+/// The right to free the memory at an address. No other thread frees it meanwhile.
 #[derive(Debug)]
 struct Claim<'a, D: Driver> {
     windows: &'a Windows<D>,
@@ -272,7 +276,7 @@ struct Claim<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> Claim<'a, D> {
-    /// Waits for a thread that frees what lies there now.
+    /// Waits for a thread that is freeing the memory at this address.
     fn new(windows: &'a Windows<D>, address: DeviceAddress) -> Self {
         let is_claimed = |freeing: &mut BTreeSet<DeviceAddress>| freeing.contains(&address);
         let waited = windows.freed.wait_while(lock(&windows.freeing), is_claimed);

@@ -1,8 +1,8 @@
-//! Facts about addresses: the driver's, and the ledger's where memory is away.
+//! Facts about addresses: from the driver, and from the ledger while memory is away.
 //!
-//! No question waits for memory: a process that has paused itself asks about its host memory before each copy to come, and a
-//! thread that asks about memory that is away may be the one that would have it resumed. What neither the ledger nor the driver
-//! can say then is answered as for addresses without memory.
+//! No query waits for memory. A process that has paused itself queries its host memory before each later copy. A thread that
+//! queries memory that is away may be the one that would resume it. If neither the ledger nor the driver knows the answer then,
+//! the answer is that for addresses without memory.
 
 use tenants::member::Member;
 use vmm_pool::driver::{
@@ -11,11 +11,11 @@ use vmm_pool::driver::{
 use vmm_pool::gate::Passage;
 use vmm_pool::{Facts, Known};
 
-/// The most tries for a question whose memory comes or goes meanwhile. A pause and a resume in the time of one call is
-/// rare enough. Two are not to be expected.
+/// The most tries for a query whose memory comes or goes meanwhile. A pause and a resume during one call are rare. Two of them
+/// are not expected.
 const TRIES_MAX: usize = 4;
 
-/// Attributes of pointers (`CUpointer_attribute`) that are spoken of here.
+/// Attributes of pointers (`CUpointer_attribute`) that this module knows.
 mod attribute {
     pub(super) const CONTEXT: i32 = 1;
     pub(super) const MEMORY_TYPE: i32 = 2;
@@ -41,10 +41,10 @@ mod attribute {
 const TYPE_HOST: u32 = 1;
 const TYPE_DEVICE: u32 = 2;
 
-/// A value of an attribute, as wide as the driver writes it.
+/// The value of an attribute, as wide as the driver writes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Value {
-    /// One byte: a truth.
+    /// One byte: a truth value.
     Byte(u8),
     /// Four bytes.
     Word(u32),
@@ -55,18 +55,18 @@ pub enum Value {
 /// The ledger's answer about an attribute of memory that is away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Said {
-    /// This, as the driver would if the memory were there.
+    /// This value, which the driver would give if the memory were there.
     Value(Value),
-    /// Such memory has none: the driver refuses, and in a list of questions it writes zeros of this width.
+    /// Such memory has no such attribute. The driver refuses the query, and in a list of queries it writes zeros of this width.
     None(Value),
-    /// The driver knows it still, from the reservation; it is not 0.
+    /// The driver still knows the value, from the reservation; it is not 0.
     Reservation,
-    /// Nothing: the driver says what it says of addresses without memory.
+    /// Nothing: the driver answers as for addresses without memory.
     Unknown,
 }
 
-/// Returns the ledger's answer about `attribute` of `address`, whose memory is away. The thread that asks has a current
-/// context of device `current`.
+/// Returns the ledger's answer about `attribute` of `address`, whose memory is away. `current` is the device of the calling
+/// thread's current context.
 pub fn said(
     facts: &Facts,
     attribute: i32,
@@ -87,7 +87,7 @@ pub fn said(
         attribute::DEVICE_ORDINAL => {
             Said::Value(Value::Word(device.map_or(0, |device| device.0.unsigned_abs())))
         }
-        // New memory has it unset, and that is what comes back.
+        // The attribute is unset in new memory, and a resume creates new memory.
         attribute::SYNC_MEMOPS | attribute::IS_MANAGED => Said::Value(Value::Byte(0)),
         attribute::IS_LEGACY_IPC_CAPABLE => Said::Value(Value::Byte(u8::from(is_block))),
         attribute::BUFFER_ID => Said::Value(Value::Long(facts.number)),
@@ -120,10 +120,10 @@ pub fn said(
     }
 }
 
-/// Returns the value that plain memory would have, where the driver says otherwise of the block that stands for it. A
-/// block is larger than was requested, and the driver knows no context of virtual memory. None of it can be shared by
-/// `cuIpcGetMemHandle`. The values of a cell are corrected too: the driver sees its slab alone. So are those of
-/// addresses that are a part of what is reserved for slabs.
+/// Returns the value that plain memory would have, if the driver gives another for the block that stands for it. A block is
+/// larger than was requested. The driver knows no context of virtual memory, and cannot share any of it by `cuIpcGetMemHandle`.
+/// The values of a cell are corrected too: the driver sees only its slab. So are those of addresses that are a part of a
+/// reservation for slabs.
 pub fn correction<D: Driver>(
     member: &Member<D>,
     attribute: i32,
@@ -140,7 +140,8 @@ pub fn correction<D: Driver>(
         attribute::RANGE_START => Some(Value::Long(seen()?.reserved?.start.0)),
         attribute::MAPPING_START => Some(Value::Long(seen()?.part?.0.start.0)),
         attribute::MAPPING_SIZE => Some(Value::Long(seen()?.part?.0.size_bytes)),
-        // The driver's own changes with each resume: who keeps what belongs to a number would take it for other memory.
+        // The driver's own number changes with each resume. A caller that stores things by that number would take the memory
+        // for another.
         attribute::BUFFER_ID => Some(Value::Long(pool.memory_number(address)?)),
         attribute::IS_LEGACY_IPC_CAPABLE => {
             pool.holdings().block_place(address).map(|_| Value::Byte(1))
@@ -153,7 +154,8 @@ pub fn correction<D: Driver>(
     }
 }
 
-/// Returns the value that the driver would give for memory of a paged region, `range`, as a whole: it sees chunks.
+/// Returns the value that the driver would give for memory of a paged region, `range`, as a whole. The driver itself sees
+/// chunks.
 pub fn of_paged(range: VaRange, attribute: i32) -> Option<Value> {
     match attribute {
         attribute::RANGE_START | attribute::MAPPING_START => Some(Value::Long(range.start.0)),
@@ -165,8 +167,9 @@ pub fn of_paged(range: VaRange, attribute: i32) -> Option<Value> {
 /// An address that nobody has.
 const NOWHERE: DeviceAddress = DeviceAddress(1);
 
-/// Answers a question about `address`: by `driver` where it knows the address, by `ledger` where the memory is away, and again by `driver` where
-/// `ledger` has no answer. Where nothing is there for the caller, but something of ours, `driver` is asked about an address that nobody has.
+/// Answers a query about `address`. `driver` answers if it knows the address. `ledger` answers if the memory is away, and
+/// `driver` again if `ledger` has no answer. If the caller has nothing there, but we have, `driver` gets an address that nobody
+/// has.
 #[doc(alias = "cuPointerGetAttribute")]
 pub fn ask<D: Driver>(
     member: &Member<D>,
@@ -194,7 +197,7 @@ pub fn ask<D: Driver>(
     driver(address)
 }
 
-/// The right of `place` among those that were set, as `cuMemGetAccess` tells it.
+/// Returns the access right of `place` among those that were set, as `cuMemGetAccess` reports it.
 #[doc(alias = "cuMemGetAccess")]
 pub fn rights(access: &[AccessDesc], place: Location) -> u64 {
     let given = access.iter().find(|desc| desc.location == place);
@@ -243,7 +246,7 @@ mod tests {
     #[test]
     fn what_only_the_driver_knows_is_not_made_up() {
         let said = |attribute| said(&facts(None), attribute, INSIDE, || None);
-        // Tokens, rights of no device, a number of the driver's own, an ability of the device's.
+        // These attributes are tokens, rights of no device, a number of the driver's own, and an ability of the device.
         for attribute in [5, attribute::ACCESS_FLAGS, 20, 21, 99] {
             assert_eq!(said(attribute), Said::Unknown, "{attribute}");
         }

@@ -1,7 +1,7 @@
 //! The driver's virtual memory calls, answered from the pool.
 //!
-//! Each function goes in first: calls that make or use memory wait until all memory is there, calls that give it up or
-//! ask about it are answered from the ledger while it is away.
+//! Each function enters the gate first. Calls that make or use memory wait until all memory is there. Calls that free memory or
+//! query it are answered from the ledger while the memory is away.
 
 use std::cell::Cell;
 use std::ops::RangeInclusive;
@@ -23,37 +23,38 @@ use crate::blocks::room_of;
 use crate::caller::NCCL;
 
 thread_local! {
-    /// Host memory of NCCL's that this thread has made or imported last, until it reserves addresses. NCCL 2.23 to 2.30 does that next
-    /// (`ncclCuMemHostAlloc`, `ncclShmImportShareableBuffer`). The pool is told of nothing that comes in another order.
+    /// The host memory of NCCL that this thread has made or imported last, until it reserves addresses. NCCL 2.23 to 2.30
+    /// reserves them next (`ncclCuMemHostAlloc`, `ncclShmImportShareableBuffer`). If the calls come in another order, the pool
+    /// hears nothing of it.
     static WITHOUT_ADDRESSES: Cell<Option<VirtualHandle>> = const { Cell::new(None) };
 }
 
-/// Notes what `library` has made or imported, after which it may want addresses.
+/// Records memory that `library` has made or imported, and may want addresses for.
 fn note_made<D: Driver>(member: &Member<D>, library: &'static str, handle: VirtualHandle) {
     let waits = WITHOUT_ADDRESSES.take().is_some();
     let is_host = || {
         let made = member.pool().enter_giving_up().properties(handle);
         made.is_ok_and(|prop| prop.location.kind == LocationKind::HOST_NUMA)
     };
-    // Two without addresses are another order, in which the next may be for either.
+    // Two pieces of memory without addresses mean another order: the next addresses may be for either.
     WITHOUT_ADDRESSES.set((library == NCCL && !waits && is_host()).then_some(handle));
 }
 
-/// The handle that a caller gave, where it is one of ours. The driver knows all others.
+/// Returns the handle that a caller gave, if it is one of ours. The driver knows all others.
 fn ours(handle: u64) -> Answer<VirtualHandle> {
     Answer::of_found(VirtualHandle::from_raw(handle))
 }
 
-/// The purpose for which a caller wants memory, as far as it is known.
+/// The purpose of the memory that a caller requests, if it is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// Nothing.
+    /// No known purpose.
     Any,
-    /// To be mapped a second time, inside addresses that hold much else, as NCCL maps what it has registered as a window.
+    /// A second mapping, inside addresses that hold much else. NCCL maps memory so that it has registered as a window.
     Window,
 }
 
-/// Creates memory, and hands out a value of ours for it.
+/// Creates memory, and returns a handle of ours for it.
 #[doc(alias = "cuMemCreate")]
 pub fn create<D: Driver>(
     member: &Member<D>,
@@ -63,7 +64,7 @@ pub fn create<D: Driver>(
     purpose: Purpose,
 ) -> Answer<u64> {
     if prop.requested_handle_types & HANDLE_TYPE_FABRIC != 0 {
-        // References must not leave the node; callers fall back to descriptors.
+        // References must not leave the node. Callers fall back to descriptors.
         return Answer::Refused(DriverCode::NOT_SUPPORTED);
     }
     if !prop.location.kind.is_known() {
@@ -90,13 +91,13 @@ pub fn create<D: Driver>(
 pub fn release<D: Driver>(member: &Member<D>, handle: u64) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
     ours(handle).and_then(|handle| {
-        // NCCL 2.26 and newer make one to see if they can, and release it.
+        // NCCL 2.26 and newer make a handle to test whether they can, and release it.
         WITHOUT_ADDRESSES.set(WITHOUT_ADDRESSES.get().filter(|other| *other != handle));
         Answer::of(member.pool().front().release(&entered, handle))
     })
 }
 
-/// The handle of what is mapped at an address, with one reference more.
+/// Returns the handle that is mapped at an address, with one more reference.
 #[doc(alias = "cuMemRetainAllocationHandle")]
 pub fn retain<D: Driver>(member: &Member<D>, address: DeviceAddress) -> Answer<u64> {
     let entered = member.pool().enter_giving_up();
@@ -132,13 +133,13 @@ pub fn unmap<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     Answer::of(member.pool().front().unmap(&entered, range))
 }
 
-/// Waits while the contexts are off the devices: host memory of ours is unregistered with its mapping, and what the driver makes of that
-/// then was not tried. Inside the gate: a resume opens the door before it waits for who is inside.
+/// Waits while the contexts are off the devices. Host memory of ours is unregistered with its mapping, and the driver's
+/// behaviour then is untested. It waits inside the gate: a resume opens the door before it waits for threads inside.
 fn back_in<D: Driver>(member: &Member<D>) -> Asking<'_> {
     member.pool().door().pass()
 }
 
-/// Frees a reservation: refused while something of ours lives in it, as the driver would.
+/// Frees a reservation. Refused while something of ours is in it, as the driver would.
 #[doc(alias = "cuMemAddressFree")]
 pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()> {
     let entered = member.pool().enter_giving_up();
@@ -149,12 +150,12 @@ pub fn address_free<D: Driver>(member: &Member<D>, range: VaRange) -> Answer<()>
     Answer::of(member.pool().front().free_addresses(&entered, range))
 }
 
-/// This thread has addresses reserved that the pool does not see: what it made before is for them, if for any.
+/// Records that this thread reserves addresses that the pool does not see. Memory that it made before is for them, if for any.
 pub fn reserves_elsewhere() {
     WITHOUT_ADDRESSES.set(None);
 }
 
-/// Addresses for memory that `library` has allocated, or may allocate there. The driver gives all others.
+/// Reserves addresses for memory that `library` has allocated, or may allocate there. The driver reserves all others.
 #[doc(alias = "cuMemAddressReserve")]
 pub fn address_reserve<D: Driver>(
     member: &Member<D>,
@@ -177,7 +178,7 @@ pub fn address_reserve<D: Driver>(
         .map(|start| start.0)
 }
 
-/// Sets who may reach a range.
+/// Sets access rights to a range.
 #[doc(alias = "cuMemSetAccess")]
 pub fn set_access<D: Driver>(
     member: &Member<D>,
@@ -188,7 +189,7 @@ pub fn set_access<D: Driver>(
     Answer::of(member.pool().front().set_access(&entered, range, access))
 }
 
-/// A ticket instead of the driver's descriptor.
+/// Exports a ticket instead of the driver's descriptor.
 #[doc(alias = "cuMemExportToShareableHandle")]
 pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
     let entered = member.pool().enter();
@@ -196,7 +197,7 @@ pub fn export<D: Driver>(member: &Member<D>, handle: u64) -> Answer<OwnedFd> {
         .and_then(|handle| Answer::of_import(member.sharing().issue_ticket(&entered, handle)))
 }
 
-/// The memory that a ticket stands for; another descriptor becomes memory that is never paused.
+/// Imports the memory that a ticket stands for. Another descriptor becomes memory that is never paused.
 #[doc(alias = "cuMemImportFromShareableHandle")]
 pub fn import<D: Driver>(
     member: &Member<D>,
@@ -222,7 +223,7 @@ pub fn import<D: Driver>(
     }
 }
 
-/// A device outside the driver's view is about to hold the pages of a range: they must stay.
+/// Keeps the pages of a range in place: a device outside the driver's view is about to hold them.
 #[doc(alias = "cuMemGetHandleForAddressRange")]
 pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
     let entered = member.pool().enter();
@@ -238,10 +239,10 @@ pub fn pin_for_rdma<D: Driver>(member: &Member<D>, range: VaRange) {
 /// `CU_DEVICE_ATTRIBUTE_LOGICAL_ENDPOINT_*` of CUDA 13.3.
 const LOGICAL_ENDPOINTS: RangeInclusive<i32> = 153..=156;
 
-/// Tells whether applications must not believe that the device has this ability, because a pause could not undo it.
+/// Must the ability be hidden from applications, because a pause could not undo it?
 ///
-/// Multicast objects, logical endpoints and fabric handles hold references to memory in ways that are not replayed yet;
-/// callers ask for these attributes first and do without.
+/// Multicast objects, logical endpoints and fabric handles hold references to memory in ways that are not replayed yet. Callers
+/// query these attributes first, and do without the abilities.
 #[doc(alias = "cuDeviceGetAttribute")]
 pub fn hidden_attribute(attribute: i32) -> bool {
     attribute == DeviceAttribute::MULTICAST_SUPPORTED.0

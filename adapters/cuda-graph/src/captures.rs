@@ -9,21 +9,21 @@ use vmm_pool::driver::RawContext;
 /// The graph that a capture records into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// A graph that comes to be at its end.
+    /// A new graph, which is made when the capture ends.
     NewGraph,
-    /// A graph that is there, and may hold other work.
+    /// An existing graph, which may hold other work.
     Existing,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Capture {
     target: Target,
-    /// The context that was current when it began.
+    /// The context that was current when the capture began.
     context: Option<RawContext>,
 }
 
-/// The streams being captured, by the driver's value. Of a capture that has spread to other streams by
-/// events, only the one that it began on.
+/// The streams that are being captured, by the driver's value. If a capture has spread to other streams by events, only the
+/// stream that it began on is here.
 #[derive(Debug, Default)]
 pub struct Captures {
     streams: Mutex<HashMap<u64, Capture>>,
@@ -31,12 +31,12 @@ pub struct Captures {
 }
 
 impl Captures {
-    /// Returns the counts of captures, for the process's part in its tenant, which may join while some are under way.
+    /// Returns the counts of captures. The process's part in its tenant uses them, and may join while captures are under way.
     pub fn counts(&self) -> &Arc<member::Captures> {
         &self.counts
     }
 
-    /// A capture of `stream` has begun, with `context` current.
+    /// Records that a capture of `stream` has begun, with `context` current.
     #[doc(alias = "cuStreamBeginCapture")]
     pub fn begun(&self, stream: u64, context: Option<RawContext>, target: Target) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,7 +45,7 @@ impl Captures {
         }
     }
 
-    /// `context` has ended, and its captures with it.
+    /// Records that `context` has ended, and its captures with it.
     pub fn context_ended(&self, context: RawContext) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         for _ in streams.extract_if(|_, capture| capture.context == Some(context)) {
@@ -53,8 +53,8 @@ impl Captures {
         }
     }
 
-    /// `destroy` ends `stream`, and says whether it did. A capture of it counts until then, and on where it did not. Its value
-    /// may be another stream's as soon as it has.
+    /// Runs `destroy`, which ends `stream` and returns whether it did. A capture of the stream counts until then, and still
+    /// after a failure. The value may be another stream's as soon as the stream has ended.
     #[doc(alias = "cuStreamDestroy")]
     pub fn destroy(&self, stream: u64, destroy: impl FnOnce() -> bool) {
         let streams = || self.streams.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +66,7 @@ impl Captures {
         }
     }
 
-    /// The capture of `stream` is over, whatever came of it. Returns what it recorded into.
+    /// Records that the capture of `stream` is over, successful or not. Returns what it recorded into.
     #[doc(alias = "cuStreamEndCapture")]
     pub fn ended(&self, stream: u64) -> Option<Target> {
         let capture = self.streams.lock().unwrap_or_else(PoisonError::into_inner).remove(&stream);

@@ -1,13 +1,13 @@
 //! The increments that a graph launch adds to the counts of the consistent cut.
 //!
-//! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph,
-//! executable graph, launch; and go with copies, child graphs and updates. A process none of whose graphs
-//! holds a collective pays one atomic load a call. Bodies of conditional nodes are not followed: how often
-//! they run is decided on the device. A program that captures a collective into one is told so ([`Counted`]). Nor is a child graph that `cuGraphExecNodeSetParams` exchanges: it must
-//! have the form of the one before.
+//! Collectives on a stream under capture launch nothing. Their increments follow the work: capture, graph, executable graph,
+//! launch. They also follow copies, child graphs and updates. A process without a collective in its graphs pays one atomic load
+//! a call. Bodies of conditional nodes are not followed: the device decides how often they run. A program that captures a
+//! collective into a body gets a message ([`Counted`]). A child graph that `cuGraphExecNodeSetParams` exchanges is not followed
+//! either: it must have the form of the one before.
 //!
-//! A program launches the same graphs again and again, a few microseconds each. So every thread remembers what
-//! it has asked, until something changes, and takes no lock for it.
+//! A program launches the same graphs again and again, a few microseconds each. So every thread remembers the answers that it
+//! has got, until something changes, and takes no lock for them.
 //!
 //! Lock order: `tables` is a leaf.
 
@@ -23,7 +23,7 @@ use tenants::cut::Increment;
 #[derive(Clone, Debug, Default)]
 struct Contents {
     own: Vec<Increment>,
-    /// By the node that stands for a child graph, since an executable can have it exchanged.
+    /// The increments of child graphs, by the node: an executable graph can have a child exchanged.
     children: BTreeMap<u64, Vec<Increment>>,
 }
 
@@ -32,7 +32,7 @@ impl Contents {
         self.own.is_empty() && self.children.values().all(Vec::is_empty)
     }
 
-    /// All increments, one a counter.
+    /// Returns all increments, merged to one for each counter.
     fn flat(&self) -> Vec<Increment> {
         let mut merged: Vec<Increment> = Vec::new();
         for increment in self.own.iter().chain(self.children.values().flatten()) {
@@ -60,30 +60,30 @@ impl Executable {
 
 #[derive(Debug, Default)]
 struct Tables {
-    /// By the driver's number of the capture.
+    /// The increments by the driver's number of the capture.
     captures: HashMap<u64, Vec<Increment>>,
-    /// By the driver's value, only those that hold increments.
+    /// Graphs by the driver's value; only those that hold increments.
     graphs: HashMap<u64, Contents>,
     executables: HashMap<u64, Executable>,
     /// Graphs that are parts of others, by the driver's value.
     bodies: HashSet<u64>,
 }
 
-/// The way in which collectives that a capture has recorded are counted.
+/// The treatment of collectives that a capture has recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Counted {
     /// Each launch counts them.
     All,
-    /// They are in a part of a graph whose launches do not.
+    /// They are in a part of a graph whose launches are not counted.
     NotInBody,
 }
 
 /// The graphs of this process that launch work which waits for other ranks.
 #[derive(Debug, Default)]
 pub struct Graphs {
-    /// Has there ever been one?
+    /// Has there ever been such a graph?
     is_used: AtomicBool,
-    /// Grows with each change of `tables`, before the lock is given up.
+    /// Grows with each change of `tables`, before the lock is released.
     changes: AtomicU64,
     tables: RwLock<Tables>,
 }
@@ -91,17 +91,17 @@ pub struct Graphs {
 /// The facts that a thread remembers of one executable graph.
 #[derive(Clone, Debug)]
 struct Remembered {
-    /// [`Graphs::changes`] when it was asked.
+    /// The value of [`Graphs::changes`] when the tables were read.
     changes: u64,
     executable: u64,
     increments: Option<Rc<[Increment]>>,
 }
 
-/// Graphs that a thread remembers; piecewise graphs of a large model are some 60 to 100.
+/// The number of graphs that a thread remembers. A large model has some 60 to 100 piecewise graphs.
 const REMEMBERED_MAX: usize = 128;
 
 thread_local! {
-    /// By the executable's value. There is one [`Graphs`] in a process.
+    /// The slots, by the executable's value. A process has one [`Graphs`].
     static REMEMBERED: RefCell<[Option<Remembered>; REMEMBERED_MAX]> =
         const { RefCell::new([const { None }; REMEMBERED_MAX]) };
 }
@@ -123,20 +123,20 @@ impl Graphs {
         let is_used = self.is_used.load(Ordering::Acquire);
         is_used.then(|| {
             let tables = self.tables.write().unwrap_or_else(PoisonError::into_inner);
-            // A caller that asks before the change is made asks under the lock, and remembers what was right then;
-            // the change that follows must be seen by those who have this number already.
+            // A caller that reads before the change reads under the lock, and remembers an answer that was right then. Callers
+            // that have this number already must see the change that follows.
             self.changes.fetch_add(1, Ordering::Release);
             tables
         })
     }
 
-    /// Is there anything to follow? While not, no other function here does anything.
+    /// Is there anything to follow? If not, no other function here does anything.
     #[inline]
     pub fn is_used(&self) -> bool {
         self.is_used.load(Ordering::Acquire)
     }
 
-    /// These launches have been recorded by `capture`.
+    /// Records that `capture` has recorded these launches.
     pub fn recorded(&self, capture: u64, increments: Vec<Increment>) {
         self.is_used.store(true, Ordering::Release);
         if let Some(mut tables) = self.write() {
@@ -144,8 +144,8 @@ impl Graphs {
         }
     }
 
-    /// `capture` has ended, and `graph` holds what it recorded; none when it failed. What else the graph
-    /// holds stays only if it `had_other_work`. Says whether launches of it will be counted.
+    /// Records that `capture` has ended, and that `graph` holds its work; `None` after a failure. Other increments of the graph
+    /// stay only if it `had_other_work`. Returns whether its launches will be counted.
     #[doc(alias = "cuStreamEndCapture")]
     pub fn capture_ended(&self, capture: u64, graph: Option<u64>, had_other_work: bool) -> Counted {
         let Some(mut tables) = self.write() else { return Counted::All };
@@ -162,7 +162,7 @@ impl Graphs {
         if tables.bodies.contains(&graph) { Counted::NotInBody } else { Counted::All }
     }
 
-    /// `executable` was made from `graph`.
+    /// Records that `executable` was made from `graph`.
     #[doc(alias = "cuGraphInstantiate")]
     pub fn instantiated(&self, executable: u64, graph: u64) {
         let Some(mut tables) = self.write() else { return };
@@ -177,13 +177,14 @@ impl Graphs {
         }
     }
 
-    /// `executable` now does what `graph` does.
+    /// Records that `executable` now does the work of `graph`.
     #[doc(alias = "cuGraphExecUpdate")]
     pub fn updated(&self, executable: u64, graph: u64) {
         self.instantiated(executable, graph);
     }
 
-    /// `copy` is a copy of `original`. Nodes of a copy have other values, so its children are its own.
+    /// Records that `copy` is a copy of `original`. The nodes of a copy have other values, so the increments of children become
+    /// the copy's own.
     #[doc(alias = "cuGraphClone")]
     pub fn cloned(&self, copy: u64, original: u64) {
         let Some(mut tables) = self.write() else { return };
@@ -195,7 +196,7 @@ impl Graphs {
         }
     }
 
-    /// `node` of `graph` stands for a copy of `child`.
+    /// Records that `node` of `graph` stands for a copy of `child`.
     #[doc(alias = "cuGraphAddChildGraphNode")]
     pub fn child_added(&self, graph: u64, node: u64, child: u64) {
         let Some(mut tables) = self.write() else { return };
@@ -205,7 +206,7 @@ impl Graphs {
         }
     }
 
-    /// `node` of `executable` now does what `child` does.
+    /// Records that `node` of `executable` now does the work of `child`.
     #[doc(alias = "cuGraphExecChildGraphNodeSetParams")]
     pub fn child_replaced(&self, executable: u64, node: u64, child: u64) {
         let Some(mut tables) = self.write() else { return };
@@ -218,10 +219,9 @@ impl Graphs {
         }
     }
 
-    /// `destroy` ends `graph`, and says whether it has; executables made from it stay.
+    /// Runs `destroy`, which ends `graph` and returns whether it has. Executables made from the graph stay.
     ///
-    /// The tables forget the value first: once the driver has let it go, another thread may get it for a graph of its
-    /// own.
+    /// The tables forget the value first: once the driver has released it, another thread may get it for a graph of its own.
     #[doc(alias = "cuGraphDestroy")]
     pub fn destroy_graph(&self, graph: u64, destroy: impl FnOnce() -> bool) {
         let taken = self.write().and_then(|mut tables| {
@@ -236,7 +236,7 @@ impl Graphs {
         }
     }
 
-    /// `destroy` ends `executable`, and says whether it has; otherwise as [`Self::destroy_graph`].
+    /// Runs `destroy`, which ends `executable` and returns whether it has; otherwise as [`Self::destroy_graph`].
     #[doc(alias = "cuGraphExecDestroy")]
     pub fn destroy_executable(&self, executable: u64, destroy: impl FnOnce() -> bool) {
         let taken = self.write().and_then(|mut tables| tables.executables.remove(&executable));
@@ -248,12 +248,12 @@ impl Graphs {
         }
     }
 
-    /// `graph` is the body of a conditional node, or was moved into another graph. What is captured into it from now on
-    /// is launched by a graph that was looked at before. A body ends with the graph that it is in, unseen: its value
-    /// is taken for one of a body until a new capture has it.
+    /// Records that `graph` is the body of a conditional node, or was moved into another graph. Work captured into it from now
+    /// on is launched by a graph whose increments are known already. A body ends unseen with the graph that holds it. Its value
+    /// counts as a body's until a new capture has it.
     #[doc(alias = "cuGraphAddNode")]
     pub fn is_body(&self, graph: u64) {
-        // Also while nothing is followed yet: the body is there before a collective is captured into it.
+        // Recorded even while nothing is followed yet: the body exists before a collective is captured into it.
         self.tables.write().unwrap_or_else(PoisonError::into_inner).bodies.insert(graph);
     }
 
@@ -360,7 +360,7 @@ mod tests {
         let fixture = Fixture::new();
         fixture.graph(GRAPH, &[5]);
         fixture.graphs.instantiated(EXECUTABLE, GRAPH);
-        // The driver gives the values out again before it is back.
+        // The driver gives the values out again before it returns.
         fixture.graphs.destroy_graph(GRAPH, || {
             fixture.graph(GRAPH, &[6, 6]);
             true
@@ -393,7 +393,7 @@ mod tests {
         fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
         let ended = fixture.graphs.capture_ended(CAPTURE, Some(body), true);
         assert_eq!(ended, Counted::NotInBody);
-        // Its value may come again for a graph that is no body.
+        // The driver may give its value to a graph that is no body.
         fixture.graphs.recorded(CAPTURE, vec![fixture.increment(5)]);
         assert_eq!(fixture.graphs.capture_ended(CAPTURE, Some(body), false), Counted::All);
         fixture.graphs.is_body(body);
@@ -409,7 +409,7 @@ mod tests {
         for round in 0..100 {
             fixture.graphs.instantiated(EXECUTABLE, GRAPH);
             assert_eq!(fixture.launches(EXECUTABLE), [(5, 1)], "{round}");
-            // Many more than are remembered, some of them in the same place.
+            // These are many more than a thread remembers, and some share a slot.
             for executable in 0..2 * REMEMBERED_MAX as u64 {
                 assert_eq!(fixture.launches(1000 + executable), [], "{round}");
             }

@@ -1,4 +1,4 @@
-//! CUDA graphs: which streams are being captured, and which graphs launch work that waits for other ranks.
+//! CUDA graphs: the streams that are being captured, and the graphs that launch work which waits for other ranks.
 //!
 //! * [`captures`]: a capture turns a device synchronise, which every pause needs, into an error that also
 //!   ends the capture. Beginning one is therefore gated like a launch, and a pause is refused while any is

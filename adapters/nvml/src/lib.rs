@@ -1,12 +1,12 @@
-//! The answers of NVIDIA's management library (NVML) about a GPU, for a tenant that has a budget there. They show as
-//! much memory as the tenant may hold, and the tenant's own processes. Libraries size their caches by asking. Without a
-//! budget nothing is changed.
+//! The answers of NVIDIA's management library (NVML) about a GPU, for a tenant with a budget there. They show as much memory as
+//! the tenant may hold, and only the tenant's own processes. Libraries size their caches by such queries. Without a budget no
+//! answer changes.
 //!
-//! * [`Bound`]: what the tenant may hold of a GPU, and holds.
-//! * [`memory`]: the answers about memory, within that.
-//! * [`processes`]: the answers about processes, those of the tenant alone.
+//! * [`Bound`]: the bytes that the tenant may hold of a GPU, and those that it holds.
+//! * [`memory`]: the answers about memory, within that bound.
+//! * [`processes`]: the answers about processes, with those of the tenant alone.
 //!
-//! Nothing here calls NVML, and nothing is kept between two answers.
+//! This crate does not call NVML, and keeps nothing between two answers.
 
 pub mod memory;
 pub mod processes;
@@ -29,25 +29,25 @@ pub struct NvmlCode(pub i32);
 impl NvmlCode {
     /// `NVML_SUCCESS`.
     pub const SUCCESS: Self = Self(0);
-    /// `NVML_ERROR_INSUFFICIENT_SIZE`: the caller's buffer is too short, and it is told how long it must be.
+    /// `NVML_ERROR_INSUFFICIENT_SIZE`: the caller's buffer is too short. The call returns the length that it needs.
     pub const INSUFFICIENT_SIZE: Self = Self(7);
     /// `NVML_ERROR_FUNCTION_NOT_FOUND`.
     pub const FUNCTION_NOT_FOUND: Self = Self(13);
 }
 
-/// A GPU, as NVML knows it. NVML is asked by processes that never use CUDA, such as launchers. So a process need not have joined its tenant to
-/// be answered.
+/// A GPU, as NVML knows it. Processes that never use CUDA, such as launchers, query NVML too. So a process gets answers even if
+/// it has not joined its tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its identity.
+    /// The GPU's identity.
     pub uuid: DeviceUuid,
-    /// Its number on this machine.
+    /// The GPU's number on this machine.
     pub index: Option<u32>,
 }
 
 impl Gpu {
-    /// The GPU, or instance of one, with the identity that NVML writes as `text`. None where that is not in the form of today's
-    /// drivers (from 470 on).
+    /// Returns the GPU, or instance of one, with the identity that NVML writes as `text`. `None` if `text` is not in the form
+    /// of today's drivers (from 470 on).
     pub fn named(text: &str, index: Option<u32>) -> Option<Self> {
         Some(Self { uuid: budget::uuid(text)?, index })
     }
@@ -56,11 +56,11 @@ impl Gpu {
 /// The bytes that a tenant may hold of a GPU, and the bytes that it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bound {
-    /// The most.
+    /// The most bytes that the tenant may hold.
     pub budget_bytes: u64,
     /// The bytes that all processes of the tenant hold.
     pub held_bytes: u64,
-    /// The bytes that other tenants would give up for it.
+    /// The bytes that other tenants would give up for this one.
     pub others_bytes: u64,
 }
 
@@ -76,29 +76,30 @@ impl Bound {
 /// The process that asks about a GPU.
 #[derive(Debug)]
 pub struct Asker<'a, D: Driver> {
-    /// The process's part in its tenant, where it has joined.
+    /// The process's part in its tenant, if it has joined.
     pub member: Option<&'a Member<D>>,
-    /// The directory that tenants live in.
+    /// The directory of all tenants.
     pub run_dir: &'a RunDir,
-    /// The tenant that it is of, or would join.
+    /// The tenant of the process, or the one that it would join.
     pub tenant: &'a TenantName,
-    /// The budgets that it would bring along if it were the first.
+    /// The budgets that the process would set if it were the tenant's first.
     pub settings: Option<&'a Budgets>,
 }
 
 impl<D: Driver> Asker<'_, D> {
-    /// Returns the tenant's bound on `gpu`; `None` without a budget there. The figures by which the process itself
-    /// counts come first: the driver's answers are by them too. Then come those by which processes of the tenant count.
-    /// Last come those by which the first of them will count.
+    /// Returns the tenant's bound on `gpu`; `None` without a budget there. The first choice is the figures by which the process
+    /// itself counts: the driver's answers are by them too. The second choice is the figures by which processes of the tenant
+    /// count. The last choice is those by which the tenant's first process will count.
     ///
-    /// Waits for other processes for moments; asks no process, and of the driver no more than its devices' identities.
+    /// Waits for other processes only for moments. It sends no message to a process, and queries the driver only for its
+    /// devices' identities.
     pub fn bound(&self, gpu: Gpu) -> Option<Bound> {
         if let Some(figure) = self.member.and_then(|it| budget::figure_of(it.pool(), gpu.uuid)) {
             return Bound::of(figure);
         }
         let coordinator =
             Coordinator::new(self.run_dir.clone(), self.tenant.clone(), Options::default());
-        // A tenant that has no directory, or one that cannot be read, is one that nobody counts in.
+        // A tenant whose directory is absent or unreadable is one in which nobody counts.
         if let Some(report) = budget::budgets(&coordinator).ok().flatten() {
             return Bound::of(report.figure(gpu.uuid, gpu.index));
         }

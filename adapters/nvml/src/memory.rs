@@ -1,41 +1,42 @@
-//! The size of a GPU's memory, and of the part that is free.
+//! The size of a GPU's memory, and of its free part.
 //!
-//! The figures are those of `cuMemGetInfo`: all is the smaller of the GPU's and the budget, free is the smaller of what the tenant can have and what
-//! it may still take. What is used is the rest, as NVML has it: all three add up.
+//! The figures are those of `cuMemGetInfo`. The total is the smaller of the GPU's and the budget. The free part is the smaller
+//! of the bytes that the tenant can have and those that it may still take. The used part is the rest, as in NVML: all three add
+//! up.
 
 use crate::Bound;
 
-/// `nvmlMemory_t`: what is reserved by the driver counts as used.
+/// `nvmlMemory_t`: memory that the driver reserves counts as used.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// All.
+    /// The total, in bytes.
     pub total: u64,
-    /// Not used.
+    /// The free part, in bytes.
     pub free: u64,
-    /// The rest.
+    /// The rest, in bytes.
     pub used: u64,
 }
 
-/// `nvmlMemory_v2_t`: what is reserved by the driver stands by itself.
+/// `nvmlMemory_v2_t`: memory that the driver reserves is a figure of its own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryV2 {
-    /// Size and number of this structure, which the caller fills in.
+    /// The size and number of this structure, which the caller fills in.
     pub version: u32,
-    /// All.
+    /// The total, in bytes.
     pub total: u64,
-    /// The driver's own.
+    /// The driver's own part, in bytes.
     pub reserved: u64,
-    /// Neither reserved nor used.
+    /// The part that is neither reserved nor used, in bytes.
     pub free: u64,
-    /// The rest.
+    /// The rest, in bytes.
     pub used: u64,
 }
 
 /// An answer about memory.
 pub trait Narrow {
-    /// Returns the answer for the memory inside `bound`, in bytes. It shows no more memory in all than the original answer.
+    /// Returns the answer for the memory inside `bound`, in bytes. Its total is never larger than that of the original answer.
     #[must_use]
     fn within(self, bound: Bound) -> Self;
 }
@@ -56,7 +57,7 @@ impl Narrow for Memory {
 impl Narrow for MemoryV2 {
     fn within(self, bound: Bound) -> Self {
         let total = self.total.min(bound.budget_bytes);
-        // What the driver keeps for itself does not count against a budget.
+        // The driver's own memory does not count against a budget.
         let reserved = if total < self.total { 0 } else { self.reserved };
         let free = left(self.free, bound).min(total.saturating_sub(reserved));
         let used = total.saturating_sub(reserved).saturating_sub(free);

@@ -1,4 +1,4 @@
-//! The processes that have a GPU's memory: those of the tenant, with what NVML says of each.
+//! The processes that hold a GPU's memory: only those of the tenant, with NVML's figures for each.
 
 use std::collections::BTreeSet;
 
@@ -7,33 +7,33 @@ use tenants::run_dir::RunDir;
 
 use crate::NvmlCode;
 
-/// `nvmlProcessInfo_v1_t`, of the first form of the questions.
+/// `nvmlProcessInfo_v1_t`, a row of the first form of the queries.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessV1 {
-    /// Its id.
+    /// The process id.
     pub pid: u32,
-    /// Bytes, its context's among them; all ones where that is not known.
+    /// The bytes that the process holds, with its context's; all ones if unknown.
     pub used_gpu_memory: u64,
 }
 
-/// `nvmlProcessInfo_v2_t`, of the second and third form.
+/// `nvmlProcessInfo_v2_t`, a row of the second and third form.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Process {
-    /// Its id.
+    /// The process id.
     pub pid: u32,
-    /// Bytes, its context's among them; all ones where that is not known.
+    /// The bytes that the process holds, with its context's; all ones if unknown.
     pub used_gpu_memory: u64,
-    /// Of MIG; all ones without.
+    /// The GPU instance of MIG; all ones without MIG.
     pub gpu_instance_id: u32,
-    /// Of MIG; all ones without.
+    /// The compute instance of MIG; all ones without MIG.
     pub compute_instance_id: u32,
 }
 
 /// One process of an answer.
 pub trait ProcessEntry: Copy + Default {
-    /// Its id, in the namespace that NVML tells it in.
+    /// Returns the process id, in the namespace that NVML uses.
     fn pid(&self) -> u32;
 }
 
@@ -49,8 +49,8 @@ impl ProcessEntry for Process {
     }
 }
 
-/// The processes of a tenant, by their ids as this process sees them, and `own`, which asks. One of a pid namespace that is not
-/// seen from here has none. Waits for nobody but for moments.
+/// Returns the ids of a tenant's processes, as this process sees them, and `own`, the id of the caller. A process of a pid
+/// namespace that is not visible here has no id. Waits only for moments.
 pub fn of_tenant(run_dir: &RunDir, tenant: &TenantName, own: u32) -> BTreeSet<u32> {
     let dir = run_dir.existing_tenant(tenant).ok().flatten();
     let mut pids = dir.map(|dir| dir.pids()).unwrap_or_default();
@@ -58,24 +58,24 @@ pub fn of_tenant(run_dir: &RunDir, tenant: &TenantName, own: u32) -> BTreeSet<u3
     pids
 }
 
-/// Returns the number of rows to make room for, where NVML has said that there are `found`.
+/// Returns the number of rows to make room for, after NVML has reported `found`.
 pub fn room_for(found: usize) -> usize {
-    // Some may begin in between.
+    // Some processes may begin in between.
     found.saturating_add(16).min(ROWS_MAX)
 }
 
-/// Are rows of the third form as [`Process`] has them, in a driver of this version? Those of branch 535 before 535.104 had one
-/// figure more at the end of each, and were as before afterwards.
+/// Are rows of the third form like [`Process`] in a driver of this version? In branch 535 before 535.104 each row has one
+/// figure more at its end. Later versions have the old form again.
 pub fn are_rows_known(version: &str) -> bool {
     let mut numbers = version.split('.').map(|part| part.parse::<u32>().ok());
     !matches!((numbers.next(), numbers.next()), (Some(Some(535)), Some(Some(..104))))
 }
 
-/// More processes than any machine has on a GPU.
+/// A number of processes larger than any machine has on a GPU.
 pub const ROWS_MAX: usize = 1 << 16;
 
-/// The answer to a caller whose buffer has room for `room` rows: what of `rows` is of `pids`, in the order that NVML has. The
-/// number is what the caller is told: as many as there are, and as many as are needed where the buffer is too short.
+/// Returns the answer to a caller whose buffer has room for `room` rows: the rows of `pids`, in NVML's order. The number is the
+/// count that the caller gets: that of the rows, or that of the rows needed if the buffer is too short.
 pub fn answer<R: ProcessEntry>(
     rows: &[R],
     pids: &BTreeSet<u32>,

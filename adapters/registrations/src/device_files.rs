@@ -24,7 +24,7 @@ impl DeviceFile {
     /// All kinds.
     pub const ALL: [Self; 3] = [Self::Verbs, Self::GdrCopy, Self::Storage];
 
-    /// The name by which a user says that it is known to pin nothing.
+    /// Returns the name by which a user says that files of this kind pin nothing.
     pub fn name(self) -> &'static str {
         match self {
             Self::Verbs => "uverbs",
@@ -33,8 +33,7 @@ impl DeviceFile {
         }
     }
 
-    /// Returns the advice by which a process does without files of this kind, or without pinning device memory with
-    /// them.
+    /// Returns the advice for running without files of this kind, or without device memory that they pin.
     fn advice(self) -> &'static str {
         match self {
             Self::Verbs => {
@@ -45,7 +44,7 @@ impl DeviceFile {
         }
     }
 
-    /// The kind of the file at `path`, wherever `/dev` is mounted.
+    /// Returns the kind of the file at `path`, wherever `/dev` is mounted.
     fn of(path: &Path) -> Option<Self> {
         let mut parts = path.iter().rev().map(|part| part.to_str().unwrap_or_default());
         let (file, folder, above) = (parts.next()?, parts.next()?, parts.next());
@@ -58,7 +57,8 @@ impl DeviceFile {
     }
 }
 
-/// The first open file of each kind, as the links in the directory `descriptors` say. None where it cannot be read.
+/// Returns the first open file of each kind, by the links in the directory `descriptors`. Empty if the directory cannot be
+/// read.
 pub fn open_in(descriptors: &Path) -> BTreeMap<DeviceFile, PathBuf> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(descriptors).into_iter().flatten().flatten() {
@@ -71,25 +71,26 @@ pub fn open_in(descriptors: &Path) -> BTreeMap<DeviceFile, PathBuf> {
     found
 }
 
-/// After a look nobody looks again for so many times as long as it took.
+/// After a look, the next look waits this many times as long as that look took.
 const REST_SHARE: u32 = 20;
-/// And for this long at most.
+/// The longest such wait.
 const REST_MAX: Duration = Duration::from_millis(50);
 
-/// Looks at open files that take a twentieth of the time of who asks for them, however often that is and however many files are open.
+/// Looks at open files. They take at most a twentieth of the caller's time, however often it looks and however many files are
+/// open.
 #[derive(Debug, Default)]
 pub struct Looks {
-    /// No look before this.
+    /// The time before which there is no look.
     next: Mutex<Option<Instant>>,
 }
 
 impl Looks {
-    /// Nobody has looked yet.
+    /// Makes a value for a process where nobody has looked yet.
     pub const fn new() -> Self {
         Self { next: Mutex::new(None) }
     }
 
-    /// As [`open_in`]; none where it is too early for a look after the last one. Waits for one that is under way.
+    /// As [`open_in`]; `None` if it is too early after the last look. Waits for a look that is under way.
     pub fn open_in(&self, descriptors: &Path) -> Option<BTreeMap<DeviceFile, PathBuf>> {
         self.at_most(Instant::now, || open_in(descriptors))
     }
@@ -108,8 +109,9 @@ impl Looks {
     }
 }
 
-/// Why device memory of the process whose descriptors are in `descriptors` may be pinned where nobody sees it. `known`
-/// are kinds that are said to pin nothing; `is_seen` says why registrations with a kind are not seen, where they are not.
+/// Returns the reason why the device memory of a process may be pinned unseen. The process's descriptors are in `descriptors`.
+/// `known` are the kinds that pin nothing, as the user says. `is_seen` returns the reason if registrations with a kind are not
+/// seen.
 pub fn unseen_pins(
     descriptors: &Path,
     known: &[DeviceFile],
@@ -129,10 +131,10 @@ pub fn unseen_pins(
     })
 }
 
-/// The variable that names kinds which are known to pin no device memory.
+/// The environment variable that lists kinds which pin no device memory, as the user says.
 pub const WITHOUT_PINS: &str = "SUBLET_WITHOUT_PINS";
 
-/// The kinds of these names. Names that are none are passed over.
+/// Returns the kinds with these names. Other names are ignored.
 pub fn named(names: &[String]) -> Vec<DeviceFile> {
     DeviceFile::ALL
         .into_iter()

@@ -1,4 +1,4 @@
-//! The registrations of memory with devices, for as long as they last.
+//! The registrations of memory with devices, while they last.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -16,30 +16,31 @@ pub const NETWORK_CARD: &str =
 pub const GDRCOPY: &str =
     "pinned by GDRCopy, which holds its pages; set NCCL_GDRCOPY_ENABLE=0 to avoid it";
 
-/// A registration, by the value that its library gave out.
+/// A registration, by the value that its library returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Key {
-    /// Address of an `ibv_mr`.
+    /// The address of an `ibv_mr`.
     Region(usize),
-    /// Address of an `mlx5dv_devx_umem`.
+    /// The address of an `mlx5dv_devx_umem`.
     UserMemory(usize),
-    /// Handle of GDRCopy, of one opened `gdr_t`.
+    /// A handle of GDRCopy, of one opened `gdr_t`.
     GdrCopy {
-        /// Address of the `gdr_t`.
+        /// The address of the `gdr_t`.
         context: usize,
         /// The handle's number.
         handle: u64,
     },
 }
 
-/// The registrations of one process. Shared by all threads; the lock is held around no call of anybody's.
+/// The registrations of one process. All threads share them. No call is made under the lock.
 #[derive(Debug, Default)]
 pub struct Registrations(Mutex<HashMap<Key, Registered>>);
 
 impl Registrations {
-    /// Registers `range` by `call`, the library's own; `key` says under which value, and none where it failed.
+    /// Registers `range` by `call`, the library's own function. `key` returns the value of the registration, or none after a
+    /// failure.
     ///
-    /// Host memory goes straight to `call`. Memory of the pool is held in place from before `call` on; while it is away
+    /// Host memory goes straight to `call`. Memory of the pool is held in place before `call` begins. While that memory is away
     /// the thread waits, as for every other use.
     pub fn register<D: Driver, T>(
         &self,
@@ -57,7 +58,7 @@ impl Registrations {
         match key(&made) {
             Some(key) => {
                 tracing::info!(address = %range.start, bytes = range.size_bytes, ?key, "registered");
-                // The value of one that its library ended without us.
+                // The value belonged to a registration that its library ended unseen.
                 let before = lock(&self.0).insert(key, registered);
                 end(member, before);
             }
@@ -66,7 +67,8 @@ impl Registrations {
         made
     }
 
-    /// Ends the registration `key` by `call`, the library's own. Where that fails, which `is_done` says, it lasts.
+    /// Ends the registration `key` by `call`, the library's own function. If that fails, as `is_done` says, the registration
+    /// stays.
     pub fn unregister<D: Driver, T>(
         &self,
         member: &Member<D>,
@@ -74,7 +76,7 @@ impl Registrations {
         call: impl FnOnce() -> T,
         is_done: impl FnOnce(&T) -> bool,
     ) -> T {
-        // Taken out first: as soon as the library has let the value go, it may give it out again.
+        // It is taken out first: the library may give the value out again as soon as it has released it.
         let registered = lock(&self.0).remove(&key);
         let answer = call();
         if is_done(&answer) {
@@ -85,8 +87,8 @@ impl Registrations {
         answer
     }
 
-    /// Ends all registrations of the `gdr_t` at `context`, by `call`, the library's own. Where that fails, which `is_done` says,
-    /// they last.
+    /// Ends all registrations of the `gdr_t` at `context`, by `call`, the library's own function. If that fails, as `is_done`
+    /// says, they stay.
     pub fn unregister_all<D: Driver, T>(
         &self,
         member: &Member<D>,

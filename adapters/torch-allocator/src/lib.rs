@@ -1,13 +1,13 @@
-//! PyTorch's pluggable allocator and the interface of `torch_memory_saver`: what their callers ask for beyond device memory.
+//! PyTorch's pluggable allocator and the interface of `torch_memory_saver`: the requests of their callers beyond device memory.
 //!
-//! * [`Settings`]: what a thread has set, and the [`Environment`] that it begins with.
-//! * [`Saver`]: what follows for memory that is allocated, paused and resumed.
+//! * [`Settings`]: the settings of a thread, and the [`Environment`] that it begins with.
+//! * [`Saver`]: the effect of the settings on memory that is allocated, paused and resumed.
 //!
-//! Memory of one tag may be kept, discarded or written to files there, as the calling thread was set when it
-//! allocated it. A tag of ours has one policy, so each such pair is a tag of its own, `tms/<tag>/<policy>`, and
-//! pausing a tag pauses all that it has.
+//! In that interface, memory of one tag may be kept, discarded or written to files. The settings of the allocating thread
+//! decide. A tag of Sublet has one policy. So each pair of tag and policy is a tag of its own, `tms/<tag>/<policy>`. A pause of
+//! a tag pauses all of its pairs.
 //!
-//! The C functions themselves are `ffi`'s: they call the driver, and another adapter makes the memory.
+//! The C functions themselves are in `ffi`: they call the driver, and another adapter makes the memory.
 
 mod saver;
 mod settings;

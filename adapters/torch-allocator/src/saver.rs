@@ -1,4 +1,4 @@
-//! The interface of `torch_memory_saver` in one process: what its callers have set, and what follows from that.
+//! The interface of `torch_memory_saver` in one process: the settings of its callers, and their effect.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -16,9 +16,9 @@ use vmm_pool::sync::lock;
 use crate::settings::{Backend, Environment, Settings};
 
 thread_local! {
-    /// The settings that this thread has made; none until it is first asked.
+    /// The settings of this thread; `None` until they are first needed.
     static SETTINGS: RefCell<Option<Settings>> = const { RefCell::new(None) };
-    /// True while the thread's region does not follow its settings yet.
+    /// True while the thread's settings are not applied to its region yet.
     static IS_CHANGED: Cell<bool> = const { Cell::new(true) };
 }
 
@@ -30,15 +30,15 @@ pub struct Saver {
     environment: LazyLock<Environment>,
     /// Free device memory that an allocation in a region must leave; 0 for none.
     margin_bytes: AtomicU64,
-    /// Has any memory been allocated whose backups are to lie in host memory that a resume gives back?
+    /// Has any memory been allocated whose backups are in host memory that a resume gives back?
     has_mapped_backups: AtomicBool,
-    /// Backups that lie in several pieces, as one copy each for the callers that asked, by device address and size; kept as
-    /// long as the backups.
+    /// Copies of backups that are in several pieces: one copy for each caller's request, by device address and size. A copy is
+    /// kept as long as its backup.
     together: Mutex<Backups>,
 }
 
 impl Saver {
-    /// The interface in a process whose environment `read` reads, once.
+    /// Makes the interface for a process. `read` reads its environment, once.
     pub const fn new(read: fn() -> Environment) -> Self {
         Self {
             environment: LazyLock::new(read),
@@ -52,23 +52,23 @@ impl Saver {
         work(own.borrow_mut().get_or_insert_with(|| Settings::new(&self.environment)))
     }
 
-    /// Changes what this thread has set. Counts from its next allocation on: callers change one thing after another.
+    /// Changes the settings of this thread. They apply from its next allocation on: callers change one setting after another.
     pub fn change(&self, set: impl FnOnce(&mut Settings)) {
         SETTINGS.with(|own| self.with(own, set));
         IS_CHANGED.set(true);
     }
 
-    /// Reads what this thread has set.
+    /// Reads the settings of this thread.
     pub fn ask<T>(&self, read: impl FnOnce(&Settings) -> T) -> T {
         SETTINGS.with(|own| self.with(own, |own| read(own)))
     }
 
-    /// Sets how much free device memory allocations in regions must leave.
+    /// Sets the free device memory that allocations in regions must leave, in bytes.
     pub fn set_margin(&self, bytes: u64) {
         self.margin_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// Would `size_bytes` more leave less free memory than was asked to be left? `free_bytes` asks how much is free.
+    /// Would `size_bytes` more leave less free memory than the margin? `free_bytes` returns the free memory.
     pub fn refuses(&self, size_bytes: u64, free_bytes: impl FnOnce() -> Option<u64>) -> bool {
         let margin_bytes = self.margin_bytes.load(Ordering::Relaxed);
         let is_interesting =
@@ -83,13 +83,13 @@ impl Saver {
         short.is_some()
     }
 
-    /// Makes the thread's region follow its settings, before memory is made. `member` is this process's part in its tenant,
-    /// once it has joined.
+    /// Applies the thread's settings to its region, before memory is made. `member` is this process's part in its tenant, once
+    /// it has joined.
     ///
     /// # Errors
-    /// Memory of this thread cannot be paused, for this reason.
+    /// The reason why memory of this thread cannot be paused.
     pub fn settle<D: Driver>(&self, member: Option<&Member<D>>) -> Result<(), RegionError> {
-        // During thread teardown nothing is set any more.
+        // A thread that is ending has no settings any more.
         if !IS_CHANGED.try_with(Cell::take).unwrap_or(false) {
             return Ok(());
         }
@@ -106,14 +106,14 @@ impl Saver {
         }
         self.tell(member);
         let base = own.base(&self.environment);
-        // Its callers wake memory up before they use it.
+        // The callers of this interface wake memory up before they use it.
         if let Base::Region { tag, .. } = &base {
             region::agree_to_run_without(tag);
         }
         region::set_base(base)
     }
 
-    /// Has the pool follow what is set for the whole process.
+    /// Applies the settings of the whole process to the pool.
     pub fn tell<D: Driver>(&self, member: Option<&Member<D>>) {
         if let Some(copies) = member.map(|member| member.pool().copies()) {
             copies.retain(self.retains());
@@ -121,7 +121,7 @@ impl Saver {
         }
     }
 
-    /// Sets whether backups in host memory are kept after a resume. [`tell`](Self::tell) makes it so.
+    /// Sets whether backups in host memory are kept after a resume. [`tell`](Self::tell) applies it to the pool.
     pub fn set_retains(&self, retains: bool) {
         self.environment.retains.store(retains, Ordering::Relaxed);
     }
@@ -131,7 +131,7 @@ impl Saver {
         self.environment.retains.load(Ordering::Relaxed)
     }
 
-    /// Frees copies of backups that there are no more.
+    /// Frees copies of backups that no longer exist.
     pub fn forget_passed<D: Driver>(&self, member: &Member<D>) {
         lock(&self.together).retain(|&(start, size_bytes), _| {
             let range = VaRange::new(DeviceAddress(start), size_bytes);
@@ -142,8 +142,8 @@ impl Saver {
         });
     }
 
-    /// Returns the place of the saved bytes of `range`: as one copy, where they lie in several pieces. None where none are
-    /// saved in host memory. Valid until the next pause or resume of that memory.
+    /// Returns the place of the saved bytes of `range`. If they are in several pieces, it returns one copy of them. `None` if
+    /// none are saved in host memory. Valid until the next pause or resume of that memory.
     pub fn backup<D: Driver>(&self, member: &Member<D>, range: VaRange) -> Option<NonNull<u8>> {
         self.forget_passed(member);
         let (start, size_bytes) = (range.start, range.size_bytes);
@@ -153,7 +153,7 @@ impl Saver {
         match member.pool().saved_or_retained().at(range) {
             Ok(place) => return Some(place),
             Err(SavedError::InPieces(_)) => {}
-            // Callers ask for what is not away, too.
+            // Callers also request backups of memory that is not away.
             Err(error) => {
                 tracing::debug!(%error, "no backup");
                 return None;
@@ -165,7 +165,7 @@ impl Saver {
             Entry::Occupied(copy) => copy.into_mut(),
             Entry::Vacant(place) => place.insert(vec![0_u8; length].into_boxed_slice()),
         };
-        // Each time: there may have been another pause since.
+        // The copy is made each time: there may have been another pause since.
         member.pool().saved_or_retained().read(start, copy).ok()?;
         NonNull::new(copy.as_mut_ptr())
     }

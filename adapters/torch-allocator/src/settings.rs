@@ -1,4 +1,4 @@
-//! The settings of a thread, those of the environment, and the tags that follow from them.
+//! The settings of a thread, those of the environment, and the tags that result from them.
 
 use std::ffi::{CStr, CString};
 use std::sync::atomic::AtomicBool;
@@ -6,10 +6,10 @@ use std::sync::atomic::AtomicBool;
 use tenants::region::{self, Base};
 use vmm_pool::Contents;
 
-/// The beginning of all tags of this interface.
+/// The prefix of all tags of this interface.
 const PREFIX: &str = "tms/";
 
-/// The kind of host memory that callers ask backups to lie in.
+/// The kind of host memory that callers request for backups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Backend {
     /// Pages that the driver has pinned.
@@ -20,7 +20,7 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// The kind of that name. Empty is the default.
+    /// Returns the kind with that name. The empty name is the default.
     pub fn named(word: &str) -> Option<Self> {
         match word {
             "" | "pinned" => Some(Self::Pinned),
@@ -29,7 +29,7 @@ impl Backend {
         }
     }
 
-    /// Its name.
+    /// Returns the name of the kind.
     pub fn text(self) -> &'static CStr {
         match self {
             Self::Pinned => c"pinned",
@@ -38,19 +38,20 @@ impl Backend {
     }
 }
 
-/// The settings that the environment makes.
+/// The settings that come from the environment.
 #[derive(Debug)]
 pub struct Environment {
     interesting: bool,
     cpu_backup: bool,
     disk_backup: bool,
     backend: Backend,
-    /// Are backups to be kept after a resume? Changed by the interface.
+    /// Are backups kept after a resume? The interface can change it.
     pub(crate) retains: AtomicBool,
 }
 
 impl Environment {
-    /// As the values of variables say, which `value_of` knows by name. What cannot be understood goes to the log.
+    /// Reads the settings from variables; `value_of` returns a variable's value by its name. Values that cannot be understood
+    /// are logged.
     pub fn read(value_of: impl Fn(&str) -> Option<String>) -> Self {
         let text = |name: &str| value_of(name).filter(|value| !value.is_empty());
         let switch = |name: &str| match text(name).as_deref() {
@@ -79,13 +80,13 @@ impl Environment {
 #[derive(Debug)]
 pub struct Settings {
     tag: CString,
-    /// Can what the thread asks for be paused by this interface?
+    /// Can this interface pause the memory that the thread requests?
     pub interesting: bool,
-    /// Does a pause save it to host memory?
+    /// Does a pause save the memory to host memory?
     pub cpu_backup: bool,
-    /// Does a pause save it to a file?
+    /// Does a pause save the memory to a file?
     pub disk_backup: bool,
-    /// The kind of host memory that backups are said to lie in.
+    /// The kind of host memory that callers have requested for backups.
     pub backend: Backend,
 }
 
@@ -101,7 +102,7 @@ impl Settings {
         }
     }
 
-    /// Sets the tag. It ends as a C string, so it holds no zero.
+    /// Sets the tag. It is also a C string, so zero bytes are replaced.
     pub fn set_tag(&mut self, tag: &str) {
         self.tag = CString::new(tag.replace('\0', " ")).unwrap_or_default();
     }
@@ -119,7 +120,7 @@ impl Settings {
         }
     }
 
-    /// Returns what counts for memory of the thread outside of regions.
+    /// Returns the settings for memory of the thread outside of regions.
     pub fn base(&self, environment: &Environment) -> Base {
         if self.interesting {
             let contents = self.contents();
@@ -132,7 +133,7 @@ impl Settings {
     }
 }
 
-/// The tag that memory of `tag` with this policy has.
+/// Returns the tag of memory of `tag` with this policy.
 fn tag_name(tag: &str, contents: Contents) -> String {
     let policy = match contents {
         Contents::Keep => "keep",
@@ -142,12 +143,12 @@ fn tag_name(tag: &str, contents: Contents) -> String {
     format!("{PREFIX}{tag}/{policy}")
 }
 
-/// The tags with which memory of `tag` was ever allocated; of all tags if that is `None`.
+/// Returns the tags with which memory of `tag` was ever allocated; of all tags if `tag` is `None`.
 pub fn tags_of(tag: Option<&str>) -> Vec<String> {
     region::tags().into_keys().filter(|name| is_of(name, tag)).collect()
 }
 
-/// Is `name` a tag of this interface, and one that stands for `tag`?
+/// Is `name` a tag of this interface that stands for `tag`?
 fn is_of(name: &str, tag: Option<&str>) -> bool {
     let own = name.strip_prefix(PREFIX).and_then(|rest| rest.rsplit_once('/'));
     own.is_some_and(|(own, _)| tag.is_none_or(|tag| tag == own))

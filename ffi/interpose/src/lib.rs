@@ -1,11 +1,11 @@
-//! The engine that makes callers call our functions instead of other libraries'.
+//! The engine that leads callers to Sublet's functions instead of other libraries'.
 //!
-//! It has no table of its own: the functions of others, and ours in their place, are handed to it as one value, an
-//! [`Interposition`]. A further library is a further [`Library`] in that value.
+//! It has no table of its own. It gets the functions of others, and Sublet's replacements, as one value, an [`Interposition`]. A
+//! further library needs a further [`Library`] in that value.
 //!
-//! * [`loader`]: the dynamic loader's own functions, past ours.
-//! * [`provider`]: the library that hands its functions out by address, and the exchange of its addresses for ours.
-//! * [`library`]: libraries whose public functions we export under their own names; which copy a call is for.
+//! * [`loader`]: the dynamic loader's own functions, called without the hooks.
+//! * [`provider`]: the library that returns its functions by address, and the exchange of its addresses for ours.
+//! * [`library`]: libraries whose public functions we export under their own names, and the choice of the copy for a call.
 //! * `lookup`: the answers of our `dlsym`.
 //! * `patch`: our addresses written into libraries that the loader has bound elsewhere.
 //!
@@ -35,7 +35,7 @@ pub use loader::{AddressOf, Binding, Pointer};
 pub use lookup::Decision;
 pub use patch::{Entry, Purpose};
 
-/// Another's function at `address`, by the type of ours.
+/// Returns the function at `address`, with the type of ours.
 ///
 /// # Safety
 /// The function there has the signature of `_ours`, which is a pointer to a function.
@@ -45,7 +45,7 @@ pub unsafe fn alike<F: Copy>(_ours: F, address: Pointer) -> F {
     unsafe { std::mem::transmute_copy(&address) }
 }
 
-/// The type of an argument, to be inferred.
+/// An argument type that the compiler infers.
 #[macro_export]
 macro_rules! any {
     ($value:expr) => {
@@ -64,36 +64,36 @@ macro_rules! c_name {
     };
 }
 
-/// A function of the loader's, with ours in its place.
+/// A function of the loader, and our replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct LoaderFunction {
     /// Its name.
     pub name: &'static CStr,
     /// Ours.
     pub ours: AddressOf,
-    /// Whether we export that name; one that we do not is reached by the slots of those who import it alone.
+    /// Do we export that name? A function that is not exported is reached only through the slots of libraries that import it.
     pub is_exported: bool,
 }
 
-/// The functions that ours stand in for in this process, and the engine's findings about the process.
+/// The functions that ours replace in this process, and the engine's findings about the process.
 ///
-/// Shared by all threads. No lock of it is held around the loader's functions, which take its own.
+/// Shared by all threads. None of its locks is held around the loader's functions, which take the loader's locks.
 #[derive(Debug)]
 pub struct Interposition {
     provider: Provider,
     libraries: &'static [&'static Library],
-    /// The loader's functions with ours in their place, those that we export first.
+    /// The loader's functions with our replacements, exported ones first.
     loader: &'static [LoaderFunction],
     patches: Patches,
     is_forked: AtomicBool,
-    /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the question, which
-    /// takes the loader's: who asks may hold that one.
+    /// Whether the loader binds the program to us: [`UNASKED`], or an answer. No lock is held around the query, which takes the
+    /// loader's lock: the caller may hold that one.
     is_ours_first: AtomicU8,
     /// The process that first walked; 0 when none has.
     walker: AtomicU32,
 }
 
-/// Does `handle` name no certain library?
+/// Is `handle` a pseudo-handle, which names no certain library?
 fn is_pseudo(handle: Pointer) -> bool {
     handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT
 }
@@ -106,7 +106,7 @@ const ANOTHERS: u8 = 2;
 const CHILD_WALK_MAX: Duration = Duration::from_secs(2);
 
 impl Interposition {
-    /// Functions of the provider, of `libraries`, and of the loader by their names, with ours in their place.
+    /// Creates the engine's value from the functions of the provider, of `libraries`, and of the loader, with our replacements.
     pub const fn new(
         provider: Provider,
         libraries: &'static [&'static Library],
@@ -123,35 +123,35 @@ impl Interposition {
         }
     }
 
-    /// The functions that are exchanged by address.
+    /// Returns the functions that are exchanged by address.
     pub const fn provider(&self) -> &Provider {
         &self.provider
     }
 
-    /// From now on this process's libraries are bound to us by an attach.
+    /// Notes that an attach binds this process's libraries to us from now on.
     pub fn bind_by_attach(&'static self) {
         self.prepare();
         loader::IS_ATTACHED.store(true, Ordering::Release);
     }
 
-    /// Makes null the weak references of the program to functions that nobody has but us.
+    /// Clears the program's weak references to functions that only this library has.
     pub fn start(&self) {
         let is_ours = |name: &CStr| self.provider.has(name) || self.row(name).is_some();
         patch::weak::clear(loader::is_own, is_ours, lookup::is_behind_us);
         loader::forget_error();
     }
 
-    /// Patches nothing any more: we are a forked child, where a lock of the loader's may be held for ever.
+    /// Stops all patches in a forked child, where a lock of the loader may be held for ever.
     pub fn set_forked(&self) {
         self.is_forked.store(true, Ordering::Relaxed);
     }
 
-    /// True in a forked child.
+    /// Is this a forked child?
     pub fn is_forked(&self) -> bool {
         self.is_forked.load(Ordering::Relaxed)
     }
 
-    /// Patches what was loaded since the last time. Blocks on no lock but the loader's of its list, which no thread
+    /// Patches libraries that were loaded since the last walk. Blocks only on the lock of the loader's list, which no thread
     /// holds while it waits for us.
     fn look_again(&'static self) {
         if self.walks() && !self.is_child() {
@@ -159,12 +159,12 @@ impl Interposition {
         }
     }
 
-    /// Do walks write in this process? Not where somebody else's `dlsym` comes before ours: its calls come to us.
+    /// Do walks write in this process? They do not if another library's `dlsym` comes before ours: its calls come to us.
     fn walks(&self) -> bool {
         Binding::of_process() == Binding::ByAttach || self.is_bound_by_loader()
     }
 
-    /// True in a forked child of a process that had walked: a lock of the loader's may be held for ever.
+    /// Is this a forked child of a process that had walked? A lock of the loader may be held there for ever.
     pub fn is_child(&self) -> bool {
         let own = std::process::id();
         let order = Ordering::Relaxed;
@@ -172,8 +172,8 @@ impl Interposition {
             || self.walker.compare_exchange(0, own, order, order).is_err_and(|walker| walker != own)
     }
 
-    /// Walks before a pause, and says why work of this process may reach a device past us, if it may. In a forked child
-    /// a thread of its own walks, which is left behind where it finds the loader's lock held for ever.
+    /// Walks before a pause, and returns why work of this process may reach a device past the hooks, if it may. In a forked child
+    /// a separate thread walks. It is left behind if the loader's lock is held for ever.
     pub fn escape(&'static self) -> Option<String> {
         if !self.walks() {
             return None;
@@ -202,7 +202,7 @@ impl Interposition {
         })
     }
 
-    /// True when the loader binds the program to our functions instead of its own, such as `dlsym`.
+    /// Does the loader bind the program to our functions instead of its own, such as `dlsym`?
     pub fn is_bound_by_loader(&self) -> bool {
         let known = self.is_ours_first.load(Ordering::Relaxed);
         if known != UNASKED {
@@ -216,8 +216,8 @@ impl Interposition {
         is_ours
     }
 
-    /// Makes what walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
-    /// nothing of it is made under the loader's lock.
+    /// Prepares the data that walks need. Called before [`bind_by_attach`](Self::bind_by_attach) lets other threads walk, so that
+    /// none of it is allocated under the loader's lock.
     pub fn prepare(&'static self) {
         self.patches.prepare(|| {
             let exported = |address| Ours { address, is_exported: true };
@@ -237,8 +237,8 @@ impl Interposition {
         });
     }
 
-    /// In a process that the loader bound to us: does another library or the program itself come before us with a function
-    /// `name` of its own? Then that is what callers are meant to find.
+    /// In a process that the loader bound to us: does another library or the program come before us with its own function `name`?
+    /// Then callers are meant to find that function.
     fn is_anothers(&self, name: &[u8]) -> bool {
         let Some(name) = CString::new(name).ok() else {
             return false;
@@ -252,7 +252,7 @@ impl Interposition {
         })
     }
 
-    /// Our function for imports of `name`. None before [`prepare`](Self::prepare).
+    /// Returns our function for imports of `name`. None before [`prepare`](Self::prepare).
     pub fn import(&self, name: &CStr) -> Option<usize> {
         self.patches.import(name)
     }
@@ -263,15 +263,16 @@ impl Interposition {
         self.patches.walk(&self.provider, purpose);
     }
 
-    /// The libraries that reach, or may reach, anything that we stand in for; by path. Calls nothing of the loader's.
+    /// Returns the libraries that reach, or may reach, a function that we replace; by path. Calls no function of the loader.
     pub fn walked(&self) -> Vec<(String, Entry)> {
         self.patches.entries()
     }
 
-    /// Tells whether all calls of the library that is distributed as `file` come to us. As of the last walk.
+    /// Checks whether all calls of the library that is distributed as `file` come to us, as of the last walk.
     ///
     /// # Errors
-    /// Why they may not: it is not among the loader's libraries, or somebody may have looked its functions up past us.
+    /// The reason why they may not: it is not among the loader's libraries, or a library may have looked up its functions past
+    /// us.
     pub fn sees_calls_of(&self, file: &CStr) -> Result<(), String> {
         if !self.walks() {
             return Err("another library's dlsym comes before that of Sublet".to_owned());
@@ -287,8 +288,8 @@ impl Interposition {
         }
     }
 
-    /// Our answer to `dlvsym(handle, name, version)`: ours for a library's function where that version is the one that
-    /// the watched copy is called with.
+    /// Returns our answer to `dlvsym(handle, name, version)`: our function, if the version is the one with which the watched copy
+    /// is called.
     ///
     /// # Safety
     /// `name` and `version` are null or terminated strings.
@@ -324,11 +325,11 @@ impl Interposition {
         ours.map_or(Decision::LOADER, Decision::answer)
     }
 
-    /// May `name` be one of ours? Libraries that are loaded meanwhile are patched first.
+    /// May `name` be one of our functions? Libraries that were loaded meanwhile are patched first.
     ///
-    /// Any other name in no certain library is told by its first bytes: sanitizers and allocators look such names up before
-    /// thread-locals work, and before memory can be had. A name in a certain library may be the first that a program asks
-    /// a library for that it has just opened, before the library itself asks for any.
+    /// Other names in no certain library are recognised by their first bytes: sanitizers and allocators look them up before
+    /// thread-locals work, and before memory can be allocated. A lookup in a certain library may be the program's first in a
+    /// library that it has just opened, before that library looks up any name.
     fn is_for_us(&'static self, handle: Pointer, name: &CStr) -> bool {
         let is_ours = self.may_have(name);
         if !is_ours && is_pseudo(handle) && Binding::of_process() == Binding::ByLoader {
@@ -341,14 +342,14 @@ impl Interposition {
         is_ours
     }
 
-    /// Does `name` begin as some name in a table does?
+    /// Does `name` begin like a name in a table?
     fn may_have(&self, name: &CStr) -> bool {
         let others = self.libraries.iter().map(|library| library.prefix());
         let mut prefixes = std::iter::once(self.provider.prefix()).chain(others);
         prefixes.any(|prefix| name.to_bytes().starts_with(prefix.as_bytes()))
     }
 
-    /// The library that has `name` in its table, and its number there.
+    /// Returns the library that has `name` in its table, and the number there.
     fn row(&self, name: &CStr) -> Option<(&'static Library, usize)> {
         self.libraries.iter().find_map(|library| Some((*library, library.number_of(name)?)))
     }

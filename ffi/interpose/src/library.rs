@@ -1,10 +1,10 @@
-//! Libraries whose public functions we export under their own names, and which copy of one a call is for.
+//! Libraries whose public functions we export under their own names, and the choice of the copy for a call.
 //!
-//! A process may hold more than one copy of a library: the first that is seen is watched, others are left alone and
-//! the process's owner is told. A copy is known by where its landmark is, a name that no table has.
+//! A process may have more than one copy of a library. The first one that is seen is watched. Others are left alone, and the
+//! process's owner is told. A copy is identified by the address of its landmark, a name that no table has.
 //!
-//! No lock of ours is held around the loader's functions, which take its own: callers may be inside of a
-//! library's initialiser. Two threads may then find the same copy simultaneously, and one finds it again.
+//! None of our locks is held around the loader's functions, which take the loader's locks: callers may be inside of a library's
+//! initialiser. So two threads may find the same copy simultaneously, and one of them finds it again.
 
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
@@ -12,19 +12,19 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::loader::{self, AddressOf, Binding};
 
-/// The most copies of one library that are told apart.
+/// The most copies of one library that are distinguished.
 const COPIES_MAX: usize = 8;
 
 /// The destination of a function's calls.
 #[derive(Clone, Copy, Debug)]
 pub enum Treatment {
-    /// They go to this function of ours.
+    /// Calls go to this function of ours.
     Replace(AddressOf),
-    /// They go to the library's own function, after this one of ours is told its name.
+    /// Calls go to the library's own function, after our function here has got its name.
     Tell(fn(&CStr)),
 }
 
-/// A function that we stand in for.
+/// A function that we replace.
 #[derive(Debug)]
 pub struct Row {
     /// The function's name.
@@ -40,10 +40,9 @@ pub struct Row {
 pub struct Description {
     /// The beginning of its functions' names.
     pub prefix: &'static str,
-    /// A name that we do not export, and every copy has.
+    /// A name that every copy has and that we do not export.
     pub landmark: &'static CStr,
-    /// The file name under which it is distributed. What comes before the first dot is how its files' names
-    /// begin.
+    /// The file name under which it is distributed. The names of its files begin with the part before the first dot.
     pub file: &'static CStr,
     /// The functions that we stand in for, by number.
     pub table: &'static [Row],
@@ -60,7 +59,7 @@ pub struct Library {
     sites: Sites,
 }
 
-/// One copy of a library. Never unloaded: it is opened once more when it is found.
+/// One copy of a library. It is never unloaded, because it is opened once more when it is found.
 #[derive(Debug)]
 pub struct Loaded {
     number: usize,
@@ -78,7 +77,7 @@ const ABSENT: usize = 1;
 /// The place in which names are looked up.
 #[derive(Clone, Copy, Debug)]
 enum Scope {
-    /// Behind us in the order that the whole program uses.
+    /// After this library, in the order that the whole program uses.
     BehindUs,
     /// A handle, exposed.
     Handle(usize),
@@ -95,12 +94,12 @@ impl Scope {
 }
 
 impl Loaded {
-    /// True for the copy that Sublet watches.
+    /// Is this the copy that Sublet watches?
     pub fn is_watched(&self) -> bool {
         self.number == 0
     }
 
-    /// Its own function of this number.
+    /// Returns the copy's own function of this number.
     pub fn function(&self, number: usize) -> Option<usize> {
         let known = self.functions.get(number)?;
         match known.load(Ordering::Relaxed) {
@@ -114,14 +113,14 @@ impl Loaded {
         }
     }
 
-    /// Its own function of another name.
+    /// Returns the copy's own function of another name.
     pub fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
         self.scope.find(name).map(std::ptr::with_exposed_provenance_mut)
     }
 }
 
 impl Library {
-    /// A library of which no copy is known yet.
+    /// Creates a library of which no copy is known yet.
     pub const fn new(description: Description) -> Self {
         Self { description, copies: [const { OnceLock::new() }; COPIES_MAX], sites: Sites::new() }
     }
@@ -136,7 +135,7 @@ impl Library {
         self.description.prefix
     }
 
-    /// The number of the function `name`.
+    /// Returns the number of the function `name`.
     pub(super) fn number_of(&self, name: &CStr) -> Option<usize> {
         if !name.to_bytes().starts_with(self.prefix().as_bytes()) {
             return None;
@@ -148,12 +147,12 @@ impl Library {
         self.copies.get(number)?.get()
     }
 
-    /// The copy that we watch, once one has been seen.
+    /// Returns the copy that we watch, once one has been seen.
     pub fn watched(&self) -> Option<&Loaded> {
         self.copy(0)
     }
 
-    /// The copy whose landmark is at `landmark`; names of it are looked up in `scope`.
+    /// Returns the copy whose landmark is at `landmark`; its names are looked up in `scope`.
     fn copy_at(&self, landmark: usize, scope: Scope) -> Option<&Loaded> {
         let (base, path) = loader::image_of(landmark)?;
         for (number, place) in self.copies.iter().enumerate() {
@@ -175,7 +174,7 @@ impl Library {
                 (self.description.found)(&path, number == 0);
                 return self.copy(number);
             }
-            // Another thread has put one here: perhaps this one.
+            // Another thread has stored a copy here, perhaps the same one.
             if let Some(copy) = self.copy(number).filter(|copy| copy.base == base) {
                 return Some(copy);
             }
@@ -183,10 +182,10 @@ impl Library {
         None
     }
 
-    /// The copy that a program finds without naming a library.
+    /// Returns the copy that a program finds without naming a library.
     pub(super) fn behind_us(&self) -> Option<&Loaded> {
         match Binding::of_process() {
-            // We came after the others then, so that nothing is behind us. The landmark is not ours.
+            // After an attach, this library comes last, so none is after it. The landmark is not ours.
             Binding::ByAttach => self.of_handle(loader::program()?),
             Binding::ByLoader => {
                 self.copy_at(Scope::BehindUs.find(self.description.landmark)?, Scope::BehindUs)
@@ -194,13 +193,13 @@ impl Library {
         }
     }
 
-    /// The copy that `handle`, which must be an explicit one, leads to.
+    /// Returns the copy of `handle`, which must be an explicit handle.
     pub(super) fn of_handle(&self, handle: *mut c_void) -> Option<&Loaded> {
         let scope = Scope::Handle(handle.expose_provenance());
         self.copy_at(scope.find(self.description.landmark)?, scope)
     }
 
-    /// The copy that the library which holds `address` depends on, or is.
+    /// Returns the copy that the library at `address` is, or depends on.
     pub(super) fn of_dependencies(&self, address: usize) -> Option<&Loaded> {
         self.of_file(&loader::image_of(address)?.1)
     }
@@ -212,8 +211,8 @@ impl Library {
         found
     }
 
-    /// The copy that a call from code at `caller` is for, and whether that copy itself makes it. As the loader
-    /// would have bound the caller without us: the program's order first, then the caller's own dependencies.
+    /// Returns the copy for a call from code at `caller`, and whether that copy itself makes the call. It is the copy to which
+    /// the loader would have bound the caller without us: by the program's order first, then by the caller's own dependencies.
     fn of_caller(&self, caller: usize) -> Option<(&Loaded, bool)> {
         if let Some(site) = self.sites.find(caller) {
             return self.copy(site.number()).map(|copy| (copy, site.is_own()));
@@ -225,12 +224,12 @@ impl Library {
         Some((copy, is_own))
     }
 
-    /// For callers that depend on no copy themselves: the watched copy, or the one that is loaded under the library's file name.
+    /// Returns a copy for callers that depend on none: the watched copy, or the one that is loaded under the library's file name.
     pub fn anywhere(&self) -> Option<&Loaded> {
         self.watched().or_else(|| self.of_file(self.description.file))
     }
 
-    /// True when the caller is the copy's own code. That of a program or framework that it is linked into is not.
+    /// Is the caller the copy's own code? Code of a program or framework that the copy is linked into is not.
     fn is_file_of(&self, caller: usize, copy: &Loaded) -> bool {
         let stem = self.description.file.to_bytes().split(|byte| *byte == b'.').next();
         let stem = stem.unwrap_or_default();
@@ -245,8 +244,8 @@ impl Library {
         })
     }
 
-    /// The function that a call of function `number` from code at `caller` goes to; `None` where there is no copy, or
-    /// it lacks the function: it must not seem to be there.
+    /// Returns the function for a call of function `number` from code at `caller`. `None` if there is no copy, or it lacks the
+    /// function: the function must not seem to exist.
     pub fn target(&self, number: usize, caller: usize) -> Option<usize> {
         let (copy, is_own) = self.of_caller(caller)?;
         let own = copy.function(number)?;
@@ -263,8 +262,8 @@ impl Library {
         }
     }
 
-    /// The address that `dlsym` gives out for function `number` of `copy`. Nothing is told: callers may ask for all names and
-    /// use few.
+    /// Returns the address that `dlsym` returns for function `number` of `copy`. This tells no one: callers may look up all names
+    /// and use few.
     pub(super) fn answer(&self, copy: &Loaded, number: usize) -> Option<usize> {
         let own = copy.function(number)?;
         if !copy.is_watched() {
@@ -278,7 +277,7 @@ impl Library {
     }
 }
 
-/// Call sites that have been looked up, in the places that their addresses allow.
+/// Known call sites, in the places that their addresses allow.
 #[derive(Debug)]
 struct Sites([AtomicU64; SITES_MAX]);
 
@@ -286,8 +285,7 @@ const SITES_MAX: usize = 1024;
 /// The number of places that one address allows: a process has some tens of call sites.
 const SITE_PLACES: usize = 4;
 
-/// A call site: its address, above it the number of its copy, and whether it is in that copy itself. 0 when
-/// there is none.
+/// A call site: its address, and in the bits above it the number of its copy and whether it is in that copy itself. 0 means none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Site(u64);
 
@@ -320,7 +318,7 @@ impl Sites {
     }
 
     fn places(&self, caller: usize) -> impl Iterator<Item = &AtomicU64> {
-        // Return addresses are anywhere: the low bits tell neighbours apart.
+        // Return addresses can be anywhere. The low bits distinguish neighbours.
         let first = caller ^ (caller >> 10);
         (0..SITE_PLACES).map(move |next| &self.0[first.wrapping_add(next) % SITES_MAX])
     }
@@ -331,7 +329,7 @@ impl Sites {
             .find(|site| site.is_at(caller))
     }
 
-    /// Two threads may take one place simultaneously; the one that loses it is looked up again.
+    /// Stores a call site. Two threads may take one place simultaneously; the site that is lost is looked up again later.
     fn keep(&self, site: Site, caller: usize) {
         let free = self.places(caller).find(|place| place.load(Ordering::Relaxed) == 0);
         if let Some(place) = free.or_else(|| self.places(caller).next()) {
@@ -396,8 +394,7 @@ macro_rules! interpose_library {
     };
 }
 
-/// A function that any caller's arguments pass through: it keeps their registers, asks where the call goes,
-/// and jumps there.
+/// A function that passes any arguments on: it saves their registers, decides the target of the call, and jumps there.
 #[macro_export]
 macro_rules! exported {
     ($symbol:ident) => {

@@ -1,4 +1,4 @@
-//! The dynamic loader's own functions, past ours.
+//! The dynamic loader's own functions, called without the hooks.
 
 #![expect(unsafe_code, reason = "asks the dynamic loader for functions by name")]
 
@@ -13,10 +13,10 @@ pub type Pointer = *mut c_void;
 /// The address of a function of ours. A function itself, because no constant may hold an address as a number.
 pub type AddressOf = fn() -> usize;
 
-/// The way in which the libraries of this process were bound to us.
+/// The way in which the libraries of this process are bound to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binding {
-    /// By the loader: we come before the provider and before all libraries that we stand in for.
+    /// By the loader: we come before the provider and before all libraries whose functions we replace.
     ByLoader,
     /// By an attach: we came after the others, and may be in no library's search order.
     ByAttach,
@@ -31,7 +31,7 @@ impl Binding {
     }
 }
 
-/// Does the name of the file at `path` begin so?
+/// Does the name of the file at `path` begin with `begin`?
 pub(crate) fn is_file_of(path: &[u8], begin: &[u8]) -> bool {
     let file = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
     file.starts_with(begin)
@@ -44,7 +44,7 @@ pub type DlsymFn = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_vo
 pub(super) const FILES: [&str; 4] = ["ld-linux", "libc.so", "libdl.so", "linux-vdso"];
 
 thread_local! {
-    /// Set while this thread looks names up for us: our own `dlsym` then stands aside.
+    /// True while this thread looks up names for us: our own `dlsym` then passes calls on.
     static LOOKING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -54,12 +54,12 @@ pub static REAL_DLSYM: AtomicUsize = AtomicUsize::new(0);
 /// Address of the loader's `dlvsym`; read by the assembly of our `dlvsym`.
 pub static REAL_DLVSYM: AtomicUsize = AtomicUsize::new(0);
 
-/// Is this thread looking a name up for us?
+/// Is this thread looking up a name for us?
 pub(crate) fn is_looking() -> bool {
     LOOKING.try_with(Cell::get).unwrap_or(true)
 }
 
-/// Runs `work` with our own `dlsym` standing aside on this thread.
+/// Runs `work` while our own `dlsym` passes calls of this thread on.
 pub(crate) fn past_hooks<T>(work: impl FnOnce() -> T) -> T {
     let before = LOOKING.try_with(|looking| looking.replace(true)).unwrap_or(true);
     let value = work();
@@ -90,7 +90,7 @@ pub fn find_dlsym() -> Option<DlsymFn> {
     Some(unsafe { std::mem::transmute::<*mut c_void, DlsymFn>(pointer) })
 }
 
-/// The loader's answer for `name` in `handle`: an explicit handle, or `RTLD_NEXT`, which means behind us.
+/// Returns the loader's answer for `name` in `handle`: an explicit handle, or `RTLD_NEXT`, which means after this library.
 pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>> {
     let find = find_dlsym()?;
     // SAFETY: the name is terminated; of the pseudo-handles, which ask who calls, only the one that means us
@@ -98,19 +98,19 @@ pub(crate) fn dlsym(handle: *mut c_void, name: &CStr) -> Option<NonNull<c_void>>
     past_hooks(|| NonNull::new(unsafe { find(handle, name.as_ptr()) }))
 }
 
-/// The loader's answer for `version` of `name` in the explicit `handle`.
+/// Returns the loader's answer for `version` of `name` in the explicit `handle`.
 pub(crate) fn dlvsym(handle: *mut c_void, name: &CStr, version: &CStr) -> Option<NonNull<c_void>> {
     // SAFETY: both strings are terminated, and the handle is the caller's own.
     past_hooks(|| NonNull::new(unsafe { libc::dlvsym(handle, name.as_ptr(), version.as_ptr()) }))
 }
 
-/// Forgets what the loader would tell this thread's next `dlerror`, as any successful `dlsym` does.
+/// Clears the error that the loader would return in this thread's next `dlerror`, as any successful `dlsym` does.
 pub(crate) fn forget_error() {
     // SAFETY: the call has no requirements; the text it returns is not looked at.
     let _forgotten = unsafe { libc::dlerror() };
 }
 
-/// A handle of the program itself: names are looked up in it as the whole program's order has them.
+/// Returns a handle of the program itself: names are looked up in it in the whole program's order.
 pub(crate) fn program() -> Option<*mut c_void> {
     static PROGRAM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     let known = PROGRAM.load(Ordering::Acquire);
@@ -146,7 +146,7 @@ pub fn image_of(address: usize) -> Option<(usize, CString)> {
     Some((info.dli_fbase.addr(), name.to_owned()))
 }
 
-/// The exported function that `address` is in.
+/// Returns the exported function that contains `address`.
 pub fn function_of(address: usize) -> Option<CString> {
     let info = info_of(address).filter(|info| !info.dli_sname.is_null())?;
     // SAFETY: the loader's names of symbols are terminated and live as long as the library.
@@ -164,12 +164,12 @@ pub(crate) fn is_same_file(one: usize, other: usize) -> bool {
     base(one).is_some_and(|one| base(other) == Some(one))
 }
 
-/// The file that holds `address`.
+/// Returns the file that contains `address`.
 pub fn file_of(address: usize) -> Option<String> {
     image_of(address).map(|(_, path)| path.to_string_lossy().into_owned())
 }
 
-/// A handle of a library that is loaded already; to be given back by [`close`].
+/// Returns a handle of a library that is loaded already. The caller closes it with [`close`].
 pub(crate) fn open_loaded(path: &CStr) -> Option<*mut c_void> {
     let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
     // SAFETY: the path is terminated; nothing is loaded.
@@ -177,8 +177,8 @@ pub(crate) fn open_loaded(path: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
-/// Does `work` with the loader's answer for `name` in the loaded file at `path`, and what that file depends on. The file stays
-/// loaded meanwhile.
+/// Calls `work` with the loader's answer for `name` in the loaded file at `path` and its dependencies. The file stays loaded
+/// meanwhile.
 pub fn with_function<T>(
     path: &CStr,
     name: &CStr,
@@ -190,7 +190,7 @@ pub fn with_function<T>(
     done
 }
 
-/// Gives a handle of [`open_loaded`] back.
+/// Closes a handle of [`open_loaded`].
 pub(crate) fn close(handle: *mut c_void) {
     // SAFETY: the caller has the handle from `open_loaded`, which took the reference given back here.
     let _closed = unsafe { libc::dlclose(handle) };

@@ -8,7 +8,7 @@ use super::loader::{self, Binding, Pointer};
 use super::patch::order;
 use super::provider::Provider;
 
-/// The answer to one question, in the two registers that the assembly of our `dlsym` looks at.
+/// The answer to one lookup, in the two registers that the assembly of our `dlsym` reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Decision {
@@ -18,17 +18,17 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// The loader answers, as if it had been asked itself.
+    /// The loader answers, as if it had been called itself.
     pub const LOADER: Self = Self { address: std::ptr::null_mut(), is_ours: 0 };
 
-    /// This is the answer; 0 is that there is no such function.
+    /// Returns a decision with this answer; 0 means that there is no such function.
     pub(super) fn answer(address: usize) -> Self {
         Self { address: std::ptr::with_exposed_provenance_mut(address), is_ours: 1 }
     }
 }
 
-/// The answer about a function of the provider's, asked from `caller`. A name is found only where it would be found without
-/// us: libraries take a name of the provider's for the provider itself.
+/// Decides the answer about a function of the provider, looked up from `caller`. A name is found only where it would be found
+/// without us: libraries take a name of the provider as a sign that the provider exists.
 pub(super) fn decide_provider(
     provider: &Provider,
     handle: Pointer,
@@ -44,7 +44,7 @@ pub(super) fn decide_provider(
         loader::dlsym(handle, name)
     } else {
         match Binding::of_process() {
-            // Whatever the caller would bind to, which is our export where no other library comes first.
+            // The function that the caller would bind to. It is our export if no other library comes first.
             Binding::ByLoader => loader::program().and_then(|program| loader::dlsym(program, name)),
             // The provider may come before us in the caller's order.
             Binding::ByAttach => {
@@ -63,10 +63,10 @@ pub(super) fn decide_provider(
             Binding::ByLoader => {
                 is_behind_us(name) || handle == libc::RTLD_DEFAULT && is_around(name, caller)
             }
-            // Nothing is behind one that came last.
+            // After an attach, no library is after this one.
             Binding::ByAttach => provider.library().symbol(name).is_some(),
         };
-        // The loader has just been asked in vain, which is the error that the caller reads.
+        // The loader's lookup has just failed, and the caller reads that error.
         return if is_there { Decision::LOADER } else { Decision::answer(0) };
     }
     let ours = provider.exchanged(found.as_ptr());
@@ -77,12 +77,12 @@ pub(super) fn decide_provider(
     }
 }
 
-/// Would a program that names no library find `name` without us?
+/// Would a program that names no library find `name` without this library?
 pub(super) fn is_behind_us(name: &CStr) -> bool {
     loader::dlsym(libc::RTLD_NEXT, name).is_some()
 }
 
-/// Does a library have `name` that is searched for `caller` because it came into the process with it?
+/// Does a library that was loaded together with `caller`, and is searched for it, have `name`?
 fn is_around(name: &CStr, caller: usize) -> bool {
     let found = order::around(caller).iter().any(|file| own(file, name).is_some());
     if !found {
@@ -91,7 +91,8 @@ fn is_around(name: &CStr, caller: usize) -> bool {
     found
 }
 
-/// The function `name` that the loaded file at `path` has itself: one of a dependency comes in that one's turn.
+/// Returns the function `name` of the loaded file at `path` itself. Functions of its dependencies are found when those are
+/// searched.
 fn own(path: &CString, name: &CStr) -> Option<NonNull<c_void>> {
     loader::with_function(path, name, |found| found).filter(|found| {
         let holder = loader::image_of(found.as_ptr().expose_provenance());
@@ -99,7 +100,7 @@ fn own(path: &CString, name: &CStr) -> Option<NonNull<c_void>> {
     })
 }
 
-/// The function `name` that the loader finds behind `caller`, and whether `RTLD_GLOBAL` may lead further where there is none.
+/// Returns the function `name` that the loader finds after `caller`; else whether `RTLD_GLOBAL` may lead further.
 fn next(name: &CStr, caller: usize) -> Result<NonNull<c_void>, bool> {
     let behind = order::behind(caller);
     behind.files.iter().find_map(|file| own(file, name)).ok_or(behind.goes_on)
@@ -179,7 +180,7 @@ pub(super) fn decide_library(
         }
     };
     let found = copy.and_then(|copy| library.answer(copy, number));
-    // Asked last, so that a name that is nowhere leaves the caller the loader's error.
+    // This lookup is last, so that a name that is nowhere leaves the loader's error for the caller.
     let found = found.or_else(|| {
         loader::dlsym(libc::RTLD_NEXT, name).map(|found| found.as_ptr().expose_provenance())
     });

@@ -1,4 +1,4 @@
-//! The library that hands its functions out by address, as CUDA's driver does, and the exchange of its addresses for ours.
+//! The library that returns its functions by address, as CUDA's driver does, and the exchange of its addresses for ours.
 //!
 //! Callers find such functions by the loader's `dlsym`, by the library's own look-up function, and by plain ELF binding. The
 //! first two are answered by **identity**: the library is asked as the caller asked, and its answer is exchanged when it is
@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use super::loader::{self, AddressOf, Pointer, is_file_of};
 
-/// A library that the application brings into the process. It is never brought in from here: libraries ask whether
-/// somebody has.
+/// A library that the application brings into the process. It is never loaded from here, because libraries check whether it is
+/// loaded.
 #[derive(Debug)]
 pub struct Resident {
     file: &'static CStr,
@@ -35,7 +35,7 @@ impl Resident {
         Some(opened)
     }
 
-    /// Its own function of this exact name; `None` while it is not in the process.
+    /// Returns its own function of this exact name; `None` while it is not in the process.
     pub fn symbol(&self, name: &CStr) -> Option<NonNull<c_void>> {
         loader::dlsym(self.handle()?, name)
     }
@@ -73,7 +73,7 @@ impl Real {
         Self { library, name, address: AtomicUsize::new(0) }
     }
 
-    /// The function's address; `None` where the library has none of that name, or is not in the process.
+    /// Returns the function's address; `None` if the library lacks it, or is not in the process.
     #[inline]
     pub fn address(&self) -> Option<Pointer> {
         let known = self.address.load(Ordering::Relaxed);
@@ -88,7 +88,7 @@ impl Real {
     }
 }
 
-/// A function of the provider's, with ours in its place.
+/// A function of the provider, and our replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct Hook {
     /// Its exported name.
@@ -112,19 +112,19 @@ impl Exchange {
         Self { pairs }
     }
 
-    /// Our function for the library's at `real`.
+    /// Returns our function for the library's function at `real`.
     pub(super) fn ours_for(&self, real: usize) -> Option<usize> {
         let index = self.pairs.binary_search_by_key(&real, |pair| pair.0).ok()?;
         Some(self.pairs[index].1)
     }
 
-    /// The library's addresses all lie in here; `None` when there are none.
+    /// Returns the range of all the library's addresses; `None` if there are none.
     pub(super) fn span(&self) -> Option<std::ops::RangeInclusive<usize>> {
         Some(self.pairs.first()?.0..=self.pairs.last()?.0)
     }
 }
 
-/// The functions of the provider that we stand in for.
+/// The functions of the provider that we replace.
 #[derive(Debug)]
 pub struct Provider {
     library: &'static Resident,
@@ -162,12 +162,12 @@ impl Provider {
         self.prefix
     }
 
-    /// Every function that we stand in for.
+    /// Returns every function that we replace.
     pub(super) fn hooks(&self) -> impl Iterator<Item = &'static Hook> {
         self.hooks.iter().copied().flatten()
     }
 
-    /// Is `name` one that we stand in for?
+    /// Is `name` a function that we replace?
     pub(super) fn has(&self, name: &CStr) -> bool {
         self.hooks().any(|hook| hook.symbol.as_bytes() == name.to_bytes())
     }
@@ -218,7 +218,7 @@ impl Provider {
         (!pairs.is_empty()).then(|| Exchange::new(pairs))
     }
 
-    /// Our function for the library's at `real`; `real` itself when we have none.
+    /// Returns our function for the library's function at `real`, or `real` itself if there is none.
     pub fn exchanged(&self, real: Pointer) -> Pointer {
         let ours = self.exchange().and_then(|known| known.ours_for(real.expose_provenance()));
         ours.map_or(real, std::ptr::with_exposed_provenance_mut)

@@ -25,7 +25,7 @@ impl Library {
         Self::preloaded()
     }
 
-    /// Opens the library at `path`, for its functions alone: it stands in for nobody until `attach`.
+    /// Opens the library at `path` for its functions alone: it replaces no other functions until `attach`.
     #[staticmethod]
     fn open(path: PathBuf) -> PyResult<Self> {
         Self::opened(path)
@@ -36,13 +36,13 @@ impl Library {
         self.version_text()
     }
 
-    /// Names the family of this process.
+    /// Sets the family of this process.
     fn set_family(&self, py: Python<'_>, family: &str) -> PyResult<()> {
         let family = CString::new(family)?;
         call!(self, py, "attach", sublet_set_family(family.as_ptr()))
     }
 
-    /// Joins this process to a tenant, and returns what came too late for it.
+    /// Attaches this process to a tenant, and returns the report of the attach.
     fn attach(&self, py: Python<'_>, tenant: Option<&str>) -> PyResult<String> {
         let tenant = tenant.map(CString::new).transpose()?;
         let name = || tenant.as_ref().map_or(ptr::null(), |tenant| tenant.as_ptr());
@@ -78,7 +78,7 @@ impl Library {
         Ok(unsafe { is_paused() } == 1)
     }
 
-    /// Is some of a tag's memory away? None for an unknown tag.
+    /// Is any of a tag's memory paused? None for an unknown tag.
     fn tag_is_paused(&self, py: Python<'_>, tag: &str) -> PyResult<Option<bool>> {
         let is_paused = function!(self, py, sublet_tag_is_paused);
         let tag = CString::new(tag)?;
@@ -142,7 +142,7 @@ impl Library {
         answer!(self, py, "stats", sublet_stats_json())
     }
 
-    /// The host address of the saved bytes of paused device memory.
+    /// Returns the host address of the saved bytes of paused device memory.
     fn host_copy(&self, py: Python<'_>, address: u64, size_bytes: u64) -> PyResult<usize> {
         let mut host = 0_usize;
         let place = &mut host;
@@ -156,13 +156,13 @@ impl Library {
         Ok(host)
     }
 
-    /// Names the folder for contents that are saved to a file.
+    /// Sets the folder for contents that are saved to a file.
     fn set_file_dir(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         let path = CString::new(path.into_os_string().into_encoded_bytes())?;
         call!(self, py, "set_file_dir", sublet_set_file_dir(path.as_ptr()))
     }
 
-    /// A copy of the saved bytes of paused device memory.
+    /// Returns a copy of the saved bytes of paused device memory.
     fn host_copy_out(&self, py: Python<'_>, address: u64, size_bytes: usize) -> PyResult<Vec<u8>> {
         let mut bytes = vec![0_u8; size_bytes];
         let target = &mut bytes;
@@ -195,7 +195,7 @@ impl Library {
         Ok(pager)
     }
 
-    /// Gives a window back.
+    /// Closes a window.
     fn page_close(&self, py: Python<'_>, pager: u64) -> PyResult<()> {
         call!(self, py, "paged", sublet_page_close(pager))
     }
@@ -214,12 +214,12 @@ impl Library {
         call!(self, py, "region", sublet_page_region(pager, tag.as_ptr()))
     }
 
-    /// Gives addresses up.
+    /// Frees a span of addresses.
     fn page_free(&self, py: Python<'_>, pager: u64, span: u64) -> PyResult<()> {
         call!(self, py, "paged", sublet_page_free(pager, span))
     }
 
-    /// Has spans be mapped.
+    /// Maps spans, and keeps them mapped.
     fn page_acquire(
         &self,
         py: Python<'_>,
@@ -235,12 +235,12 @@ impl Library {
         )
     }
 
-    /// Lets spans leave again.
+    /// Releases spans: they may leave the device again.
     fn page_release(&self, py: Python<'_>, pager: u64, spans: Vec<u64>) -> PyResult<()> {
         call!(self, py, "paged", sublet_page_release(pager, spans.as_ptr(), spans.len()))
     }
 
-    /// Says how much of a window may be on the device.
+    /// Sets how much of a window may be on the device.
     fn page_set_frames(
         &self,
         py: Python<'_>,
@@ -251,7 +251,7 @@ impl Library {
         call!(self, py, "set_frames", sublet_page_set_frames(pager, frames_bytes, timeout_ms))
     }
 
-    /// Says what is used next.
+    /// Announces the spans that are used next.
     fn page_announce(&self, py: Python<'_>, pager: u64, spans: Vec<u64>) -> PyResult<()> {
         call!(self, py, "paged", sublet_page_announce(pager, spans.as_ptr(), spans.len()))
     }

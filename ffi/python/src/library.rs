@@ -1,4 +1,4 @@
-//! Finding `libsublet.so` in the process, and asking its functions.
+//! Finds `libsublet.so` in the process, and calls its functions.
 
 #![expect(unsafe_code, reason = "opens libsublet.so and calls what its header declares")]
 
@@ -18,7 +18,7 @@ use crate::bindings::{Functions, SUBLET_ERROR_NOT_JOINED};
 // CAST: the header's codes are small.
 const NOT_JOINED: c_int = SUBLET_ERROR_NOT_JOINED.cast_signed();
 
-/// Bytes that an answer in JSON is first given room for.
+/// The size of the first buffer for an answer in JSON, in bytes.
 const ANSWER_BYTES: usize = 4096;
 
 /// Finds `name` in the library, or returns the exception that says that it is missing.
@@ -208,7 +208,7 @@ impl Library {
 fn read(write: WriteText<'_>) -> Option<String> {
     let mut buffer = vec![0_u8; ANSWER_BYTES];
     loop {
-        // Negative is the only failure there is.
+        // A negative length is the only failure.
         let length = usize::try_from(write(buffer.as_mut_ptr().cast(), buffer.len())).ok()?;
         if length < buffer.len() {
             buffer.truncate(length);

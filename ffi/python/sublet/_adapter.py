@@ -78,7 +78,7 @@ _questions = _Questions()
 
 
 def answer_pauses(library: Library) -> None:
-    """From now on a pause, also one from outside, leaves out what PyTorch has cached and nobody uses."""
+    """Makes each later pause, also one from outside, skip unused memory that PyTorch has cached."""
     if torch_adapter() is not None:
         _questions.answer_from_now_on(library)
 

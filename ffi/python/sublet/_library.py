@@ -61,7 +61,7 @@ class _Loaded:
         self._report: Optional[AttachReport] = None
 
     def own(self) -> Optional[Library]:
-        """The library that stands between this process and its driver, if there is one."""
+        """Returns the library between this process and its driver, if there is one."""
         if self._preloaded is None:
             self._preloaded = Library.find()
         if self._preloaded is not None:
@@ -79,7 +79,7 @@ class _Loaded:
             return self._opened
 
     def report(self) -> Optional[AttachReport]:
-        """What an attach found; ``None`` before there was one."""
+        """Returns the report of the attach; ``None`` before an attach."""
         return self._report
 
     def attach(self, tenant: Optional[str], family: Optional[str]) -> AttachReport:
@@ -157,7 +157,7 @@ def answer_pauses_of_a_tenant() -> None:
 
 
 def own_library() -> Library:
-    """The library that stands between this process and its driver.
+    """Returns the library between this process and its driver.
 
     Raises:
         NotAttachedError: there is none.

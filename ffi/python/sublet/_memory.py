@@ -1,4 +1,4 @@
-"""The saved bytes of memory that is away."""
+"""The saved bytes of paused memory."""
 
 from __future__ import annotations
 

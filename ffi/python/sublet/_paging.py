@@ -71,7 +71,7 @@ class _Bytes:
 
 
 class _Block:
-    """Parameters that step together, and where their state lies."""
+    """Parameters that step together, and the place of their state."""
 
     def __init__(self) -> None:
         #: Each with the number of its group.
@@ -102,7 +102,7 @@ class _Block:
 
 
 class _Paged:
-    """What makes one optimizer paged."""
+    """The data that makes one optimizer paged."""
 
     def __init__(
         self, optimizer: Any, torch: Any, library: Library, frames: int, step: Step, keeps_gradients: bool = False
@@ -140,7 +140,7 @@ class _Paged:
             raise
 
     def _set_span(self, block: _Block, size: int) -> None:
-        """Has the block have a span of so many bytes at least. Nothing lies in the new one."""
+        """Gives the block a span of at least this many bytes. A new span is empty."""
         if size > block.span_bytes:
             if block.span is not None:
                 self._library.page_free(self.pager, block.span)
@@ -192,7 +192,7 @@ class _Paged:
         self._library.page_set_frames(self.pager, frames, _WAIT_MS)
 
     def _made_by_steps(self, optimizer: Any, number: int) -> int:
-        """How many tensors like a parameter the optimizer makes for it, as far as that is known here."""
+        """Returns how many tensors like a parameter the optimizer makes for it, as far as that is known here."""
         if not isinstance(optimizer, (self._torch.optim.Adam, self._torch.optim.AdamW)):
             return 0
         return 3 if optimizer.param_groups[number].get("amsgrad") else 2
@@ -338,7 +338,7 @@ class _Paged:
             self._adopt(optimizer, block)
 
     def step(self, closure: Any = None) -> Any:
-        """What the optimizer's ``step`` does now."""
+        """Runs the optimizer's ``step`` with paged state."""
         optimizer = self._optimizer()
         loss = None
         if closure is not None:
@@ -452,7 +452,7 @@ def _unbound(method: Any) -> Any:
 
 
 def _span_bytes(tensors: list[Any]) -> int:
-    """What these take in a span."""
+    """Returns the bytes that these need in a span."""
     sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
     return sum(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)
 
@@ -531,7 +531,7 @@ def _is_module(target: Any) -> bool:
 
 
 def _wrap(target: Any, owner: _Paged) -> None:
-    """Has the optimizer's methods be ours, as learning-rate schedulers do: on the object."""
+    """Replaces the optimizer's methods on the object, as learning-rate schedulers do."""
 
     def step(_self: Any, closure: Any = None, **_kwargs: Any) -> Any:
         return owner.step(closure)

@@ -31,7 +31,7 @@ class _OwnedBytes(_Bytes):
 
 
 class PagedModule:
-    """What makes one module paged."""
+    """The data that makes one module paged."""
 
     def __init__(self, module: Any, torch: Any, library: Library, frames: int) -> None:
         self._torch, self._library = torch, library
@@ -118,7 +118,7 @@ def _size_of(tensor: Any) -> int:
 
 
 def _places(tensors: list[Any]) -> list[int]:
-    """Where each lies in a span."""
+    """Returns the place of each in a span."""
     places, end = [], 0
     for tensor in tensors:
         places.append(end)

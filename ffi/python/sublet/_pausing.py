@@ -256,7 +256,7 @@ def resume(
 
 @context
 def back_afterwards(pauses: Callable[[list[str]], Report], resumes: Callable[[], Report]) -> Iterator[Report]:
-    """Inside, the memory that ``pauses`` pauses is away. Afterwards it returns, unless it was away before.
+    """Pauses memory with ``pauses`` inside the block. Afterwards it is resumed, unless it was paused before.
 
     The same holds if a signal's handler raises during the pause.
     """

@@ -63,7 +63,7 @@ def set_frames(target: Any, frames: Union[int, str]) -> None:
 
 
 def owner_of(target: Any, call: str) -> Any:
-    """What makes it paged."""
+    """Returns the object that makes it paged."""
     if isinstance(target, (str, Region)):
         tag, device = (target, None) if isinstance(target, str) else (target.tag, target.device)
         windows = windows_of(tag, device)

@@ -60,7 +60,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What a swap did.
+    """The report of a swap.
 
     Attributes:
         paused: of the tenant that was paused.

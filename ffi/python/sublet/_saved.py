@@ -68,7 +68,7 @@ class _Place:
 
 
 class _Device:
-    """What all passes on one device share: streams, places in host memory, and counts."""
+    """The state that all passes on one device share: streams, places in host memory, and counts."""
 
     def __init__(self, torch: Any, index: int) -> None:
         self.torch, self.index = torch, index
@@ -171,7 +171,7 @@ class _Device:
 
 
 class _Item:
-    """What autograd keeps instead of a tensor."""
+    """The object that autograd keeps instead of a tensor."""
 
     #: Where it may leave; None if it stays.
     device: Any = None
@@ -327,7 +327,7 @@ class _Pass:
         return tensor
 
     def _have_here(self, item: _Item) -> None:
-        """Waits for an item on the current stream, and begins to bring those that come next."""
+        """Waits for an item on the current stream, and begins the transfers of the next items."""
         device = item.device
         device.drop_what_has_left()
         if item.tensor is None:

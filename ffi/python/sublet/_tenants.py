@@ -138,7 +138,7 @@ class Tenant:
         return command(any_library(), "prepare", tenant=self._name, wait_ms=limit_ms if wait else 0)
 
     def budget(self, budget: Optional[Budget] = None) -> dict[str, Any]:
-        """How much GPU memory its processes may hold together; with ``budget``, changes it.
+        """Returns how much GPU memory its processes may hold together; with ``budget``, changes it.
 
         As :func:`sublet.budget`.
 
@@ -148,7 +148,7 @@ class Tenant:
         return of_tenant(any_library(), self._name, budget)
 
     def stats(self) -> dict[str, Any]:
-        """What its processes hold, as ``sublet stats --json`` says in ``tenants``.
+        """Returns the memory that its processes hold, as ``sublet stats --json`` prints it in ``tenants``.
 
         Raises:
             UsageError: there is no such tenant.

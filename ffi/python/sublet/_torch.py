@@ -74,7 +74,7 @@ def check_supported() -> None:
 
 
 def support() -> Optional[str]:
-    """What does not work, or was not tried, with the torch of this process; None where all does."""
+    """Returns what does not work, or was not tried, with the torch of this process; None if all works."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
@@ -246,7 +246,7 @@ def follow_graphs() -> None:
 
 
 def capture_belongs(tag: str) -> None:
-    """What this thread's capture allocates from now on belongs to `tag`, by other means than a region."""
+    """Gives later allocations of this thread's capture to `tag`, by other means than a region."""
     if _graphs is not None:
         _graphs.entered(tag)
 

@@ -83,7 +83,7 @@ class Graphs:
             return {capture.thread for capture in self._captures}
 
     def refuse_away(self, graph: Any) -> None:
-        """Raises UsageError when memory of `graph`'s own pool is away; a fraction of a microsecond when not."""
+        """Raises UsageError if memory of `graph`'s own pool is paused. Otherwise costs a fraction of a microsecond."""
         pool: Optional[PoolId] = getattr(graph, _POOL, None)
         if pool is None or pool not in self._tags or self._library is None:
             return

@@ -197,7 +197,7 @@ class Pools:
         return stack
 
     def _take(self, tag: Optional[str], device: int, stack: Iterable[Entered] = ()) -> PoolId:
-        """A pool of `tag`: an outer region's of this thread, else one that nobody has entered."""
+        """Returns a pool of `tag`: that of an outer region of this thread, else one that no thread has entered."""
         made = self._made[tag, device]
         outer = [
             region.pools[device] for region in stack if region.tag == tag and device in region.pools

@@ -321,7 +321,7 @@ class _Round:
         return {node: alive[node] for node in self._wanted}
 
     def _ask(self) -> tuple[dict[str, NodeOutcome], list[str]]:
-        """Which nodes have the tenants. Nothing is changed yet."""
+        """Returns the nodes that have the tenants. Changes nothing."""
         answers = self._answers(self._start(list(self._nodes), _look, self._names), GRACE_S)
         standing: dict[str, NodeOutcome] = {}
         asked = []
@@ -351,7 +351,7 @@ class _Round:
         return standing, asked
 
     def _put_back(self, standing: dict[str, NodeOutcome], tasks: dict[str, Any]) -> None:
-        """Undoes what was done, and asks those that failed how they stand."""
+        """Undoes the changes, and queries the state of the nodes that failed."""
         self._undo(standing, standing)
         # Who was late may have answered meanwhile. It has put its part back, unless it was done before it heard that it was late.
         late = {node: tasks[node] for node in tasks if standing[node].outcome == "unknown"}
@@ -389,7 +389,7 @@ class _Round:
         return tasks
 
     def _answers(self, tasks: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """What each task has returned within `seconds`; a text says why it has not."""
+        """Returns the result of each task within `seconds`, or a text with the reason why there is none."""
         deadline = time.monotonic() + seconds
         waiting, dead = dict(tasks), set()
         while waiting:
@@ -422,7 +422,7 @@ class _Round:
             return f"lost: {str(error).strip().splitlines()[0]}"
 
     def _outcomes(self, tasks: dict[str, Any], seconds: float) -> dict[str, NodeOutcome]:
-        """What came of each task that acts."""
+        """Returns the result of each task that acts."""
         found = {}
         for node, answer in self._answers(tasks, seconds).items():
             if isinstance(answer, str):

@@ -119,7 +119,7 @@ class TakeTurns:
         return cast(_Function, generate)
 
     def _ranks(self) -> Callable[[], None]:
-        """Has all ranks meet, without a device. The first call is made while the trainer runs."""
+        """Returns a function that synchronizes all ranks without a device. The first call is while the trainer runs."""
         torch: Any = sys.modules.get("torch")
         distributed: Any = getattr(torch, "distributed", None)
         is_alone = (

@@ -1,4 +1,4 @@
-//! CUDA's state in a process before an attach: contexts, and runtimes that have filled their tables.
+//! The state of CUDA in a process before an attach: contexts, and runtimes that have filled their tables.
 
 #![expect(unsafe_code, reason = "calls the driver and the CUDA runtime")]
 
@@ -13,10 +13,10 @@ use crate::interposed::INTERPOSED;
 use crate::{contexts, replaced};
 use sublet_interpose::{Pointer, loader};
 
-/// An upper limit of devices in one process, against a driver that says anything.
+/// The most devices in one process, a guard against a wrong answer of the driver.
 const DEVICES_MAX: c_int = 64;
 
-/// Counts the process's devices. `None` where the driver, which is loaded, has not been initialised. Does not initialise it.
+/// Counts the process's devices. `None` if the driver, which is loaded, has not been initialised. Does not initialise it.
 fn device_count() -> Option<c_int> {
     let mut count: c_int = 0;
     done(call_driver!(cuDeviceGetCount(&raw mut count => *mut c_int)))?;
@@ -32,8 +32,8 @@ pub(super) fn driver_is_up() -> bool {
     device_count().is_some()
 }
 
-/// The devices whose primary context is there already, and how many of their bytes are in use. Makes no context; the
-/// caller's current one is as before. The driver is up.
+/// Returns the devices whose primary context exists already, with their used bytes. Creates no context; the caller's current one
+/// stays. The driver must be initialised.
 pub(super) fn devices() -> Vec<Device> {
     let all = 0..device_count().unwrap_or(0);
     all.filter(|&device| contexts::has_primary_context(device)).filter_map(used).collect()
@@ -41,7 +41,7 @@ pub(super) fn devices() -> Vec<Device> {
 
 fn used(device: c_int) -> Option<Device> {
     let mut context: Pointer = std::ptr::null_mut();
-    // One more reference to a context that is there, for the time of the question.
+    // This adds a reference to an existing context, for the time of the query.
     done(
         call_driver!(cuDevicePrimaryCtxRetain(&raw mut context => *mut Pointer, device => c_int)),
     )?;
@@ -55,9 +55,9 @@ fn used(device: c_int) -> Option<Device> {
     asked?.map(|()| Device { device, used_bytes: total.saturating_sub(free) as u64 })
 }
 
-/// Notes which devices had been given access to which devices' plain memory before the attach. The driver has no question
-/// for that: access that may be enabled is, and taken back immediately if it was not there. The caller's current context is
-/// as before. The driver is up.
+/// Notes which devices had been given access to which devices' plain memory before the attach. The driver has no query for that.
+/// So access is enabled where it may be, and disabled immediately if it was not enabled before. The caller's current context
+/// stays. The driver must be initialised.
 pub(super) fn learn_peer_access() {
     let all = 0..device_count().unwrap_or(0);
     let contexts: Vec<(c_int, Pointer)> = all
@@ -74,7 +74,7 @@ pub(super) fn learn_peer_access() {
     }
 }
 
-/// Had the current context, of `accessor`, access to `peer`, of `owner`?
+/// Did the current context, on device `accessor`, have access to the context `peer` on device `owner`?
 fn had_access(accessor: c_int, owner: c_int, peer: Pointer) -> bool {
     let mut may: c_int = 0;
     let asked = call_driver!(cuDeviceCanAccessPeer(
@@ -96,21 +96,21 @@ fn had_access(accessor: c_int, owner: c_int, peer: Pointer) -> bool {
     }
 }
 
-/// The owner of the functions in a shared CUDA runtime's table of the driver's.
+/// The owner of the functions in a shared CUDA runtime's table of driver functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Table {
     /// The library at that path is no CUDA runtime.
     NoRuntime,
     /// Our functions.
     Ours,
-    /// The driver's own.
+    /// The driver's own functions.
     Drivers,
-    /// It would not say; this is its error.
+    /// The runtime returned this error instead.
     Silent(c_int),
 }
 
-/// Asks the runtime at `path`, when it is one, for a function of the driver's. It answers from the pointer to
-/// `cuGetProcAddress` that it keeps. The driver is up: the runtime would start it otherwise.
+/// Queries the library at `path`, if it is a CUDA runtime, for a function of the driver. The runtime answers with the pointer to
+/// `cuGetProcAddress` that it keeps. The driver must be initialised: otherwise the runtime would start it.
 pub(super) fn table_of(path: &str) -> Table {
     let table = |file: CString| {
         loader::with_function(&file, c"cudaGetDriverEntryPoint", |function| ask(function, path))
@@ -122,7 +122,7 @@ fn ask(function: NonNull<c_void>, path: &str) -> Table {
     /// `cudaGetDriverEntryPoint` of 12.0; 11.3 to 11.8 take no fourth argument and ignore it.
     type EntryPoint =
         unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_ulonglong, *mut c_int) -> c_int;
-    // Dependencies are looked through too: the runtime is the library that has it.
+    // The search includes dependencies, so this checks that the function is in this very library.
     if loader::file_of(function.as_ptr().expose_provenance()).as_deref() != Some(path) {
         return Table::NoRuntime;
     }

@@ -1,9 +1,9 @@
-//! Attaching to a process that was started without us: `sublet_attach`.
+//! The attach to a process that was started without Sublet: `sublet_attach`.
 //!
 //! Under `LD_PRELOAD` the loader binds the `dlsym`, `cu...` and `nccl...` of all libraries to us. It asks no library that is
 //! opened later, so at an attach the engine writes our addresses where the loader wrote others (`ffi/interpose/src/patch`). This module
-//! is about the tenant: which one is joined, what the devices held before (`cuda_state`), and whether a pause from outside
-//! is safe.
+//! handles the tenant: the choice of the tenant, the memory of devices before (`cuda_state`), and whether a pause from outside is
+//! safe.
 //!
 //! The `Report` says, library by library, what an attach cannot reach; `docs/attach.md` lists the limits.
 
@@ -34,7 +34,7 @@ static LATE: Mutex<Option<String>> = Mutex::new(None);
 /// Why a process was not attached. Nothing has changed then.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Another tenant has been joined; the text says which, and what to do.
+    /// Another tenant has been joined. The text names it, and says what to do.
     OtherTenant(String),
     /// This process cannot be attached, for this reason.
     Impossible(&'static str),
@@ -61,7 +61,7 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     INTERPOSED.prepare();
     let driver_is_loaded = DRIVER.is_loaded();
     if driver_is_loaded {
-        // Its addresses must be known before the walk, which may not ask the loader.
+        // The provider's addresses must be known before the walk, which must not call the loader.
         let _known = INTERPOSED.provider().exchange();
     }
     let is_first = lock(&DEVICES).is_none();
@@ -76,10 +76,10 @@ pub(crate) fn attach(tenant: Option<TenantName>) -> Result<(), Refusal> {
     watch_forks();
     INTERPOSED.bind_by_attach();
     INTERPOSED.walk(Purpose::Patch);
-    // A thread that was binding a slot for the first time meanwhile has written over ours.
+    // Meanwhile a thread may have bound a slot for the first time, and so overwritten our address.
     INTERPOSED.walk(Purpose::Patch);
     if is_first && !before.is_empty() {
-        // From here on it is seen where it is enabled.
+        // From here on, hooks see each change of peer access.
         cuda_state::learn_peer_access();
     }
     let mut devices = lock(&DEVICES);
@@ -114,16 +114,16 @@ fn earlier_memory(device: Device) -> String {
     )
 }
 
-/// Why work of this process may reach a device past the gate, asked at each pause: what the attach found, and what was
-/// loaded since.
+/// Returns why work of this process may reach a device past the gate: findings of the attach, and libraries loaded since. Called
+/// at each pause.
 pub(crate) fn ungated() -> Option<String> {
     // Always: the walk is for `unseen_pins` too.
     let escape = INTERPOSED.escape();
     lock(&LATE).clone().or(escape)
 }
 
-/// Why device memory of this process may be pinned unseen by Sublet. Each pause asks this after [`ungated`], which
-/// has walked.
+/// Returns why device memory of this process may be pinned unseen by Sublet. Each pause calls this after [`ungated`], which has
+/// walked the libraries.
 pub(crate) fn unseen_pins() -> Option<String> {
     let seen = |kind| {
         let file = match kind {
@@ -140,7 +140,7 @@ pub(crate) fn unseen_pins() -> Option<String> {
     )
 }
 
-/// A forked child must not wait for locks of the loader's that another thread held at the fork.
+/// Registers a handler for forks: a forked child must not wait for locks of the loader that another thread held at the fork.
 fn watch_forks() {
     unsafe extern "C" fn in_child() {
         INTERPOSED.set_forked();
@@ -155,12 +155,12 @@ fn watch_forks() {
     });
 }
 
-/// The findings of the attach, with the libraries that were loaded since.
+/// Returns the findings of the attach, with the libraries that were loaded since.
 pub(crate) fn report() -> Report {
     let is_attached = Binding::of_process() == Binding::ByAttach;
     let is_preloaded = !is_attached && INTERPOSED.is_bound_by_loader();
     if !INTERPOSED.is_child() {
-        // What has been unloaded since is not listed any more.
+        // This walk removes unloaded libraries from the list.
         INTERPOSED.walk(Purpose::Patch);
     }
     let is_up = DRIVER.is_loaded() && cuda_state::driver_is_up();
@@ -224,7 +224,7 @@ fn program_path() -> String {
 pub(crate) struct Report {
     /// The tenant; null when none can be named.
     pub(crate) tenant: Option<String>,
-    /// Libraries that reach the driver or NCCL, or may.
+    /// Libraries that reach, or may reach, the driver or NCCL.
     pub(crate) libraries: Vec<LibraryHooks>,
     /// Devices that had a context before the attach.
     pub(crate) devices: Vec<Device>,
@@ -237,13 +237,13 @@ pub(crate) struct Report {
 pub(crate) struct LibraryHooks {
     /// Its file.
     pub(crate) path: String,
-    /// Imports of it that lead to us.
+    /// The number of its imports that lead to Sublet.
     pub(crate) slots: usize,
-    /// Addresses of the driver's functions that it kept and that were exchanged for ours.
+    /// The number of addresses of driver functions that it kept, and that were exchanged for Sublet's.
     pub(crate) exchanged: usize,
     /// Whether its calls are seen.
     pub(crate) state: State,
-    /// The way in which that is known, or the reason why it is not so.
+    /// The evidence for that state, or the reason for it.
     pub(crate) why: String,
 }
 
@@ -253,9 +253,9 @@ pub(crate) struct LibraryHooks {
 pub(crate) enum State {
     /// Yes.
     Hooked,
-    /// No: it took the driver's functions before the attach, and keeps them where they were not found.
+    /// No: it looked up the driver's functions before the attach, and keeps them at places that were not found.
     Late,
-    /// It could not be read or written.
+    /// Not known: the library could not be read or written.
     Unknown,
 }
 
@@ -264,7 +264,7 @@ pub(crate) enum State {
 pub(crate) struct Device {
     /// The ordinal in this process.
     pub(crate) device: i32,
-    /// Bytes of it in use then, by all processes: what this process had allocated earlier is among them, and
-    /// stays where it is.
+    /// Its bytes in use at that time, by all processes. They include earlier allocations of this process, which a pause leaves in
+    /// place.
     pub(crate) used_bytes: u64,
 }

@@ -1,4 +1,4 @@
-//! The pause family of `AMem` NCCL: names, types and results as its callers know them.
+//! The pause functions of `AMem` NCCL, with the names, types and results that its callers expect.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -18,8 +18,8 @@ const NCCL_UNHANDLED_CUDA_ERROR: c_int = 1;
 const NCCL_INVALID_ARGUMENT: c_int = 4;
 const NCCL_INVALID_USAGE: c_int = 5;
 
-/// The result of an action of all processes of the tenant. Callers of ours find the code that says more in
-/// `sublet_last_error_json`; others look at this only, so the words go to the log.
+/// Runs a command that all processes of the tenant make, and returns its result. Sublet's own callers find a more exact code in
+/// `sublet_last_error_json`. Others read only the result, so the message goes to the log.
 fn together(command: Command) -> c_int {
     match act(|| Ok(command)) {
         OK => NCCL_SUCCESS,
@@ -45,7 +45,7 @@ pub unsafe extern "C" fn ncclResume(_comm: *mut c_void) -> c_int {
     together(Command::ResumeTogether {})
 }
 
-/// Prints this process's device memory, also where there is none yet.
+/// Prints this process's device memory, even if there is none yet.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclMemStats() -> c_int {
     guarded(|| {
@@ -108,7 +108,7 @@ pub extern "C" fn ncclSetGroupID(id: c_int) -> c_int {
     })
 }
 
-/// The group of this process.
+/// Writes the group of this process.
 ///
 /// # Safety
 /// `id` is null or valid for a write.

@@ -1,4 +1,4 @@
-//! Coming under Sublet without `LD_PRELOAD`.
+//! The attach to Sublet without `LD_PRELOAD`.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -12,7 +12,7 @@ use crate::attach::{self, Refusal};
 use crate::last_call::{ARGUMENT, OK, REFUSED, fail};
 use crate::runtime;
 
-/// Brings a process that runs already under Sublet.
+/// Attaches this running process to Sublet.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
@@ -31,7 +31,7 @@ pub unsafe extern "C" fn sublet_attach(tenant: *const c_char) -> c_int {
     })
 }
 
-/// Sets the family that this process names.
+/// Sets the family of this process.
 ///
 /// # Safety
 /// `family` is a terminated string.
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn sublet_set_family(family: *const c_char) -> c_int {
     })
 }
 
-/// Writes what the attach found and did, as JSON.
+/// Writes the report of the attach, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

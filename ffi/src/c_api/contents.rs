@@ -1,4 +1,4 @@
-//! Contents while their memory is offloaded, and contents that the application does not need.
+//! Functions about contents of offloaded memory, and about contents that the application does not need.
 
 #![expect(unsafe_code, reason = "exports the C interface, and calls back into the application")]
 
@@ -17,10 +17,10 @@ use crate::runtime;
 /// The longest time that a pause waits for the application's answer. The application may wait for a lock whose holder
 /// waits at our gate: then everything is saved.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
-/// Ranges in one answer.
+/// The most ranges in one answer.
 const RANGES_MAX: usize = 1 << 20;
 
-/// Writes to `host` the address at which the saved contents of a range lie in host memory.
+/// Writes to `host` the host address of the saved contents of a range.
 ///
 /// # Safety
 /// `host` is null or valid for a write.
@@ -45,7 +45,7 @@ pub unsafe extern "C" fn sublet_host_copy(
     })
 }
 
-/// Copies the saved contents of a range out.
+/// Copies the saved contents of a range to `target`.
 ///
 /// # Safety
 /// `target` is null or valid for writes of `size_bytes`.
@@ -71,7 +71,7 @@ pub unsafe extern "C" fn sublet_host_copy_out(
     })
 }
 
-/// Names the directory that contents of `SUBLET_CONTENTS_FILE` are saved in.
+/// Sets the directory for saved contents of `SUBLET_CONTENTS_FILE`.
 ///
 /// # Safety
 /// `path` is null or a terminated string.
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn sublet_set_file_dir(path: *const c_char) -> c_int {
     })
 }
 
-/// A function of the application's, and what it is called with.
+/// A function of the application, and its context argument.
 #[derive(Clone, Copy, Debug)]
 struct ContentsFunction {
     function: unsafe extern "C" fn(*mut c_void, u64),
@@ -104,18 +104,18 @@ struct ContentsFunction {
 // SAFETY: the context is the application's, which is told that it is used on another thread.
 unsafe impl Send for ContentsFunction {}
 
-/// The source, and the question that is open.
+/// The application's function, and the open query.
 #[derive(Debug)]
 struct Questions {
     source: Option<ContentsFunction>,
-    /// The token of the open question, and where its answer goes.
+    /// The token of the open query, and the channel for its answer.
     open: Option<(u64, crossbeam_channel::Sender<Vec<VaRange>>)>,
 }
 
 static QUESTIONS: Mutex<Questions> = Mutex::new(Questions { source: None, open: None });
 static LAST_TOKEN: AtomicU64 = AtomicU64::new(0);
 
-/// Sets the function that each pause asks which memory the application does not need.
+/// Sets the function that each pause calls to learn which memory the application does not need.
 ///
 /// # Safety
 /// `source` may be called with `context`, from any thread, until another is set.
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn sublet_set_unused_source(
     })
 }
 
-/// Answers a question of [`sublet_set_unused_source`]'s function.
+/// Answers a call of [`sublet_set_unused_source`]'s function.
 ///
 /// # Safety
 /// Both arrays are valid for `count` reads, or `count` is 0.
@@ -169,7 +169,7 @@ pub unsafe extern "C" fn sublet_unused(
     })
 }
 
-/// The memory that the application does not need, as it answers. None when it has no source or does not answer in time.
+/// Returns the memory that the application does not need, by its answer. Empty if it has no source or does not answer in time.
 fn ask_unused() -> Vec<VaRange> {
     let (send, answer) = crossbeam_channel::bounded(1);
     let token = LAST_TOKEN.fetch_add(1, Ordering::Relaxed) + 1;

@@ -1,11 +1,11 @@
-//! `include/sublet.h`, function by function. The header is the source of truth.
+//! The functions of `include/sublet.h`. The header is the source of truth.
 //!
 //! * [`pausing`]: commands: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
-//! * [`regions`]: which memory belongs to which tag.
+//! * [`regions`]: the tags of memory.
 //! * [`contents`]: contents while they are offloaded, and contents that the application does not need.
-//! * [`paging`]: addresses whose contents are on the device by turns.
+//! * [`paging`]: addresses whose contents are on the device for a part of the time.
 //! * [`stats`]: the memory that processes hold, and how much a tenant may hold, as JSON.
-//! * [`attach`]: coming under Sublet without `LD_PRELOAD`.
+//! * [`attach`]: the attach to Sublet without `LD_PRELOAD`.
 //! * [`amem`]: the `ncclPause` family.
 
 pub mod amem;

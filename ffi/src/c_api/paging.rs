@@ -1,4 +1,4 @@
-//! Addresses whose contents are on the device by turns.
+//! Addresses whose contents are on the device for a part of the time.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -55,7 +55,7 @@ fn pager_of(number: u64) -> Result<Arc<Pager<CudaDriver>>, c_int> {
         .ok_or_else(|| fail(ARGUMENT, &format!("{number} is no pager: open one first")))
 }
 
-/// Does `work` with the pager of this number.
+/// Calls `work` with the pager of this number.
 fn with(number: u64, work: impl FnOnce(Arc<Pager<CudaDriver>>) -> c_int) -> c_int {
     guarded(|| match runtime::member() {
         Some(_) => pager_of(number).map_or_else(|code| code, work),
@@ -63,7 +63,7 @@ fn with(number: u64, work: impl FnOnce(Arc<Pager<CudaDriver>>) -> c_int) -> c_in
     })
 }
 
-/// Does `work` with the pager of this number and `count` spans.
+/// Calls `work` with the pager of this number and `count` spans.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses, or `count` is 0.
@@ -84,7 +84,7 @@ unsafe fn with_spans(
     })
 }
 
-/// Makes a window on a device.
+/// Opens a window on a device.
 ///
 /// # Safety
 /// `pager` is null or valid for a write.
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn sublet_page_open(
     })
 }
 
-/// Gives a window back.
+/// Closes a window.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     with(pager, |found| {
@@ -132,7 +132,7 @@ pub extern "C" fn sublet_page_close(pager: u64) -> c_int {
     })
 }
 
-/// Gives addresses out.
+/// Allocates a span of addresses.
 ///
 /// # Safety
 /// `span` is null or valid for a write.
@@ -162,13 +162,13 @@ pub unsafe extern "C" fn sublet_page_region(pager: u64, tag: *const c_char) -> c
     })
 }
 
-/// Gives addresses up.
+/// Frees a span of addresses.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_free(pager: u64, span: u64) -> c_int {
     with(pager, |pager| done(pager.free(DeviceAddress(span))))
 }
 
-/// Has spans be mapped.
+/// Maps spans, and keeps them mapped.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses.
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn sublet_page_acquire(
     }
 }
 
-/// Lets spans leave again.
+/// Releases spans: they may leave the device again.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses.
@@ -199,7 +199,7 @@ pub unsafe extern "C" fn sublet_page_release(pager: u64, spans: *const u64, coun
     unsafe { with_spans(pager, spans, count, Pager::release) }
 }
 
-/// Says what is used next.
+/// Announces the spans that are used next.
 ///
 /// # Safety
 /// `spans` is valid for reads of `count` addresses.
@@ -213,20 +213,20 @@ pub unsafe extern "C" fn sublet_page_announce(
     unsafe { with_spans(pager, spans, count, Pager::announce) }
 }
 
-/// Waits until the host has all that was written.
+/// Waits until the host has all written contents.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_flush(pager: u64, timeout_ms: u32) -> c_int {
     with(pager, |pager| done(pager.flush(Duration::from_millis(timeout_ms.into()))))
 }
 
-/// Says how much may be on the device.
+/// Sets how many bytes may be on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_page_set_frames(pager: u64, frames_bytes: u64, timeout_ms: u32) -> c_int {
     let limit = Duration::from_millis(timeout_ms.into());
     with(pager, |pager| done(pager.set_frames(frames_bytes, limit)))
 }
 
-/// Writes what a step would bring with other frames, as JSON.
+/// Writes the transfers of a step with other frames, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn sublet_page_plan_json(
     unsafe { answer(|| pager_of(pager).map(|found| found.plan()), buffer, size) }
 }
 
-/// Writes what a pager holds and has done, as JSON.
+/// Writes the state and the figures of a pager, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.

@@ -1,4 +1,4 @@
-//! Commands: pausing and resuming, whole or by tag; getting the GPUs from others, and turns on them.
+//! Commands: pause and resume, whole or by tag; switches of the GPUs, and turns on them.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -16,7 +16,7 @@ use tenants::identity::TenantName;
 use crate::last_call::{ARGUMENT, OK, fail, guarded, joined, keep_report, nobody, refused, say_no};
 use crate::{bindings, environment, runtime};
 
-/// The text at `pointer`, which is not null.
+/// Returns the text at `pointer`, which is not null.
 ///
 /// # Safety
 /// `pointer` is a terminated string that outlives what is done with the result.
@@ -26,7 +26,7 @@ pub(super) unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Result<&'a 
     text.to_str().map_err(|_| fail(ARGUMENT, &format!("{what} is not UTF-8: {text:?}")))
 }
 
-/// A tenant's name; none for null, which is the caller's own.
+/// Returns a tenant's name; none for null, which means the caller's own tenant.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
@@ -44,13 +44,13 @@ fn own_tenant() -> Result<TenantName, Trouble> {
     }
 }
 
-/// The result of work that fails with a code.
+/// Returns the code of work that fails with a code.
 pub(super) fn code_of(work: impl FnOnce() -> Result<c_int, c_int>) -> c_int {
     guarded(|| work().unwrap_or_else(|code| code))
 }
 
-/// The longest wait for the other processes to ask for the same, unless a setting says another time. They are at the same step, so
-/// the wait is short unless one of them is stuck.
+/// The longest wait until the other processes make the same call, unless a setting gives another time. They are at the same step,
+/// so the wait is short unless one of them is stuck.
 const TOGETHER_WAIT: Duration = Duration::from_mins(2);
 
 /// Turns of this process that have begun and not ended.
@@ -72,7 +72,7 @@ pub(super) fn report_of(command: Command) -> Result<String, c_int> {
     command::run(command, &asker).map_err(|trouble| refused(&trouble))
 }
 
-/// Does what `command` says, and keeps the report.
+/// Runs a command, and keeps its report.
 pub(crate) fn act(command: impl FnOnce() -> Result<Command, c_int>) -> c_int {
     code_of(|| Ok(keep_report(report_of(command()?)?)))
 }
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn sublet_command(json: *const c_char) -> c_int {
     })
 }
 
-/// All of a tenant.
+/// Returns a change of a whole tenant.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn sublet_resume_tenant(tenant: *const c_char, timeout_ms:
     act(|| unsafe { whole(tenant, timeout_ms) }.map(Command::Resume))
 }
 
-/// Resumes a tenant in its place among those that wait for the GPUs.
+/// Resumes a tenant in its place in the queue for the GPUs.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn sublet_swap_tags(
     })
 }
 
-/// Brings host memory in ahead of a tenant's next pause.
+/// Allocates host memory ahead of a tenant's next pause.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.
@@ -191,7 +191,7 @@ pub unsafe extern "C" fn sublet_prepare_tenant(tenant: *const c_char, wait_ms: u
     act(|| unsafe { waits(tenant, wait_ms) }.map(Command::Prepare))
 }
 
-/// Tags by name; none where all are meant.
+/// Returns tags by name. An empty set means all.
 ///
 /// # Safety
 /// `tags` is null or points to `count` terminated strings.
@@ -258,7 +258,7 @@ pub unsafe extern "C" fn sublet_pause_tags(
     act(|| unsafe { of_tags(tenant, tags, count, whose, timeout_ms) }.map(Command::Pause))
 }
 
-/// Brings memory back by tag.
+/// Resumes memory by tag.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string; `tags` is null or points to `count` of them.
@@ -274,28 +274,28 @@ pub unsafe extern "C" fn sublet_resume_tags(
     act(|| unsafe { of_tags(tenant, tags, count, whose, timeout_ms) }.map(Command::Resume))
 }
 
-/// 1 while the calling process is paused as a whole.
+/// Returns 1 while the calling process is paused as a whole.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_is_paused() -> c_int {
     c_int::from(is_paused())
 }
 
-/// Counts the steps of pauses and resumes that the calling process has come through. As long as that is the same, a tag
-/// whose memory was all there is not away.
+/// Returns the number of steps of pauses and resumes in the calling process. As long as it is the same, a tag whose memory was
+/// resident stays resident.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_changes() -> u64 {
     runtime::member().map_or(0, |member| member.lifecycle().changes())
 }
 
-/// 1 while any of the calling process's memory with this tag is offloaded, 0 while all is resident, -1 for a tag that it
-/// does not have.
+/// Returns 1 while any of the calling process's memory with this tag is offloaded, 0 while all is resident, and -1 for an unknown
+/// tag.
 ///
 /// # Safety
 /// `tag` is null or a terminated string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
     let mut away = None;
-    // Its code goes to the last error only.
+    // The code is kept as the last error only.
     code_of(|| {
         if tag.is_null() {
             return Err(fail(ARGUMENT, "a tag is needed"));
@@ -317,7 +317,7 @@ pub unsafe extern "C" fn sublet_tag_is_paused(tag: *const c_char) -> c_int {
 }
 
 thread_local! {
-    /// Whom this thread asks while it waits, and with what.
+    /// The function that this thread calls while it waits, and its argument.
     static ASKED: Cell<(bindings::sublet_is_called_off, *mut c_void)> = const { Cell::new((None, std::ptr::null_mut())) };
 }
 
@@ -327,7 +327,7 @@ fn is_called_off() -> bool {
     asked.is_some_and(|asked| unsafe { asked(context) } != 0)
 }
 
-/// Says whom waits of this thread ask whether they are called off.
+/// Sets the function that waits of this thread call to check whether they are called off.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_ask_while_waiting(
     is_called_off: bindings::sublet_is_called_off,
@@ -341,7 +341,7 @@ fn is_paused() -> bool {
     runtime::member().is_some_and(|member| member.lifecycle().is_paused_as_a_whole())
 }
 
-/// Has a tenant get its GPUs.
+/// Gives a tenant its GPUs.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string.

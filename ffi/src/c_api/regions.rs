@@ -1,4 +1,4 @@
-//! The regions that say which memory belongs to which tag.
+//! The functions of regions, which give memory its tag.
 
 #![expect(unsafe_code, reason = "exports the C interface")]
 
@@ -12,10 +12,10 @@ use super::pausing::{code_of, text};
 use crate::bindings;
 use crate::last_call::{ARGUMENT, answered, fail, guarded};
 
-/// Begins a region in one of the two ways there are.
+/// A function that begins a region, on one thread or for all.
 type Begin = fn(&str, Contents, Option<DeviceOrdinal>) -> Result<(), RegionError>;
 
-/// The contents that one of the header's values stands for, and whether the caller agrees to run without the tag.
+/// Returns the contents for a value of the header, and whether the caller agrees to run without the tag.
 fn contents_of(value: c_int) -> Option<(Contents, bool)> {
     let value = u32::try_from(value).ok()?;
     let contents = match value & !bindings::SUBLET_RUNS_WITHOUT {
@@ -81,13 +81,13 @@ pub unsafe extern "C" fn sublet_region_begin_on(
     unsafe { begin(region::begin, tag, contents, device) }
 }
 
-/// Begins a part of this thread's work in which no region counts.
+/// Begins a part of this thread's work to which no region applies.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_begin_none() -> c_int {
     guarded(|| answered(region::begin_none()))
 }
 
-/// Ends what was begun last on this thread.
+/// Ends the part or region that began last on this thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_region_end() -> c_int {
     guarded(|| answered(region::end()))

@@ -11,14 +11,14 @@ use super::pausing::{act, name_of, report_of, text};
 use crate::last_call::{ARGUMENT, REFUSED, fail, guarded_length, joined, refused, write_text};
 use crate::runtime::Member;
 
-/// The version of the library.
+/// Returns the version of the library.
 #[unsafe(no_mangle)]
 pub extern "C" fn sublet_version() -> *const c_char {
     const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
     VERSION.as_ptr().cast()
 }
 
-/// Writes the JSON that `find` finds. If it finds none, the answer is -1, and `find` has kept the reason.
+/// Writes the JSON that `find` returns. If it fails, the answer is -1, and `find` has kept the reason.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -31,7 +31,7 @@ unsafe fn write_found(
     guarded_length(|| find().map_or(-1, |text| unsafe { write_text(&text, buffer, size) }))
 }
 
-/// Writes what `find` finds as JSON. If it finds nothing, the answer is -1, and `find` has kept the reason.
+/// Writes the value that `find` returns as JSON. If it fails, the answer is -1, and `find` has kept the reason.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -52,7 +52,7 @@ pub(super) unsafe fn answer<T: Serialize>(
     unsafe { write_found(|| as_text(find()?), buffer, size) }
 }
 
-/// The memory that this process holds, as JSON.
+/// Writes the memory that this process holds, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn sublet_stats_json(buffer: *mut c_char, size: usize) -> 
     unsafe { answer(find, buffer, size) }
 }
 
-/// The memory that every process of a tenant holds, as JSON.
+/// Writes the memory that every process of a tenant holds, as JSON.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string; `buffer` is null or valid for writes of `size` bytes.
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn sublet_tenant_stats_json(
     unsafe { write_found(find, buffer, size) }
 }
 
-/// The names of the tenants there are, as JSON.
+/// Writes the names of all tenants, as JSON.
 ///
 /// # Safety
 /// `buffer` is null or valid for writes of `size` bytes.
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn sublet_set_budget(tenant: *const c_char, budgets: *cons
     })
 }
 
-/// Writes what a tenant may hold of each GPU, and holds, as JSON.
+/// Writes a tenant's budget and held memory on each GPU, as JSON.
 ///
 /// # Safety
 /// `tenant` is null or a terminated string; `buffer` is null or valid for writes of `size` bytes.

@@ -1,4 +1,4 @@
-//! The functions that count: C arguments taken apart for `sublet_nccl::collectives`.
+//! The functions that count launches. They convert C arguments for `sublet_nccl::collectives`.
 
 #![expect(unsafe_code, reason = "exports functions under NCCL's names and calls NCCL")]
 #![expect(non_snake_case, reason = "named as NCCL names them")]
@@ -32,16 +32,16 @@ pub(crate) struct WaitSignalDesc {
     context: c_int,
 }
 
-/// More than any communicator has ranks and signals: NCCL will refuse what names as many.
+/// A length above any communicator's ranks and signals. NCCL refuses a call with a longer list.
 const LISTED_MAX: usize = 1 << 20;
 
 /// `NCCL_SHRINK_ABORT`.
 const SHRINK_ABORT: c_int = 1;
 
-/// The caller's list of `count`, or none where that is no number of any.
+/// Returns the caller's list of `count` values, or an empty one if `count` is not valid.
 ///
 /// # Safety
-/// `first` is null, or the first of so many, where they are not more than [`LISTED_MAX`].
+/// `first` is null, or the first of `count` values, if they are not more than [`LISTED_MAX`].
 unsafe fn listed<'a, T>(first: *const T, count: c_int) -> &'a [T] {
     match usize::try_from(count) {
         // SAFETY: the caller promises that there are as many.
@@ -52,7 +52,7 @@ unsafe fn listed<'a, T>(first: *const T, count: c_int) -> &'a [T] {
     }
 }
 
-/// Calls the own function of the library whose `NCCL` and `Function` are in scope.
+/// Calls the library's own function; the `NCCL` and `Function` in scope say which library.
 macro_rules! call_nccl {
     ($symbol:ident ( $($value:expr),* $(,)? )) => {
         ::sublet_interpose::call_own!(NCCL, $symbol($($value),*))
@@ -60,7 +60,7 @@ macro_rules! call_nccl {
     };
 }
 
-/// Calls a function of the watched NCCL's that tells something of a communicator through a pointer.
+/// Calls a function of the watched NCCL that writes a property of a communicator through a pointer.
 fn told(symbol: &std::ffi::CStr, communicator: usize) -> Result<c_int, NcclResult> {
     let address = NCCL.watched().and_then(|nccl| nccl.symbol(symbol));
     let address = address.ok_or(NcclResult::SYSTEM_ERROR)?;
@@ -79,7 +79,7 @@ fn state_of(communicator: usize) -> NcclResult {
     told(c"ncclCommGetAsyncError", communicator).map_or_else(|code| code, NcclResult)
 }
 
-/// This process, as the adapter sees it.
+/// This process, in the form that the adapter needs.
 pub(super) struct Here(&'static Member);
 
 impl Process for Here {
@@ -131,7 +131,7 @@ impl Process for Here {
     }
 }
 
-/// Runs `count`, or `plain` where this process is in no tenant.
+/// Runs `count`, or `plain` if this process is in no tenant.
 pub(super) fn counted(
     find: fn() -> Option<&'static Member>,
     count: impl FnOnce(&'static Collectives, &Here) -> NcclResult,
@@ -200,7 +200,7 @@ macro_rules! of_communicator {
     };
 }
 
-// Behind the stream, some have settings of the one call.
+// After the stream, some functions have settings of the single call.
 collective!(ncclAllGather(send: Pointer, receive: Pointer, count: usize, kind: c_int));
 collective!(ncclAllReduce(send: Pointer, receive: Pointer, count: usize, kind: c_int, operator: c_int));
 collective!(ncclAlltoAll(send: Pointer, receive: Pointer, count: usize, kind: c_int));
@@ -280,10 +280,10 @@ function! {
         all.agree(here, "ncclCommWindowRegister", communicator.expose_provenance(), call)
     }
 }
-// All ranks suspend and resume together. The memory itself goes and comes by the driver's calls.
+// All ranks suspend and resume together. Driver calls release and restore the memory itself.
 function! {
     ncclCommSuspend(communicator: Pointer, flags: c_int) by member |all, here, call| {
-        // All ranks give up what they have of each other before any makes its own again.
+        // All ranks release the shared addresses of each other before any creates its own again.
         runtime::SLABS.take_shared_addresses_again();
         all.agree(here, "ncclCommSuspend", communicator.expose_provenance(), call)
     }
@@ -306,7 +306,7 @@ function! {
         }
 }
 
-/// `ncclMemAlloc`. The memory is the caller's, who uses it without NCCL too.
+/// `ncclMemAlloc`. The memory belongs to the caller, which also uses it without NCCL.
 ///
 /// # Safety
 /// As NCCL's function of this name.
@@ -314,7 +314,7 @@ pub(crate) unsafe extern "C" fn ncclMemAlloc(address: Pointer, bytes: usize) -> 
     region::for_caller(|| call_nccl!(ncclMemAlloc(address, bytes))).0
 }
 
-// The first communicator may be made inside a group: its start must have been counted.
+// The first communicator may be created inside a group, so the start of the group must have been counted.
 function!(ncclGroupStart() by join |all, _here, call| all.group_start(call));
 function!(ncclGroupEnd() by join |all, here, call| all.group_end(here, call));
 function!(ncclGroupSimulateEnd(info: Pointer) by join |all, here, call| {
@@ -377,7 +377,7 @@ function! {
         all.shrink(here, parent, excluded, place, call)
     }
 }
-// A new rank has made nothing before.
+// A new rank has made no launches before.
 function! {
     ncclCommGrow(
         parent: Pointer, ranks: c_int, id: *const UniqueId, rank: c_int, place: Pointer, config: Pointer
@@ -394,7 +394,7 @@ of_communicator!(ncclCommDestroy(), destroy);
 of_communicator!(ncclCommAbort(), abort);
 of_communicator!(ncclCommRevoke(flags: c_int), revoke);
 
-/// `ncclCommGetAsyncError`: what it says is also what we know of a non-blocking call.
+/// `ncclCommGetAsyncError`. Its result is also Sublet's information about a non-blocking call.
 ///
 /// # Safety
 /// As NCCL's function of this name.

@@ -6,12 +6,10 @@
 //! | told | NCCL's own function; the process's owner is told once that a pause does not see it |
 //! | pass | not hooked, for the reason given in the completeness test |
 //!
-//! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a library and a table of its own
-//! (`experts`).
+//! NCCL EP (`libnccl_ep.so`), which is built on NCCL's public functions, is a separate library with its own table (`experts`).
 //!
-//! The engine ([`sublet_interpose`]) brings callers to these functions; this is its table. The profiling
-//! names (`pnccl...`) are not hooked: a tool calls them after the application has called the public ones, and `PyTorch`
-//! never does.
+//! The engine ([`sublet_interpose`]) leads callers to these functions; this is its table. The profiling names (`pnccl...`) are
+//! not hooked: a tool calls them after the application has called the public ones, and `PyTorch` never does.
 
 pub(crate) mod calls;
 pub(crate) mod experts;
@@ -25,7 +23,7 @@ use crate::runtime;
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
-/// NCCL, and what is known of it in this process.
+/// NCCL, and its known copies in this process.
 pub(crate) static NCCL: Library = Library::new(Description {
     prefix: "nccl",
     landmark: c"ncclGetVersion",
@@ -103,7 +101,7 @@ fn found(path: &CStr, is_watched: bool) {
 /// The NCCL work in this process that a pause of NCCL's memory alone would not hold back, as text.
 static UNSEEN: OnceLock<String> = OnceLock::new();
 
-/// Why NCCL's memory cannot be taken from this process while it runs on.
+/// Returns why NCCL's memory cannot be released while this process runs on.
 pub(crate) fn unseen_work() -> Option<String> {
     UNSEEN.get().cloned()
 }
@@ -122,7 +120,7 @@ fn called(name: &CStr) {
     }
 }
 
-/// Called where a program was linked against NCCL and none is in the process.
+/// The function for a program that was linked against NCCL while none is in the process.
 extern "C" fn no_nccl() -> c_int {
     NcclResult::SYSTEM_ERROR.0
 }

@@ -1,10 +1,12 @@
-//! NVIDIA's management library (`libnvidia-ml.so.1`): the functions by which programs ask how much memory a GPU has, and who has
-//! it. Inside a tenant with a budget they answer within that, as `cuMemGetInfo` does; without one NVML's answer stays as it is.
+//! NVIDIA's management library (`libnvidia-ml.so.1`): the functions that report the memory of a GPU and the processes that hold
+//! it. In a tenant with a budget, their answers stay within the budget, as `cuMemGetInfo` does. Without a budget, NVML's answer
+//! is unchanged.
 //!
-//! Programs open the library themselves: Python's `pynvml` by ctypes, PyTorch, vLLM and `nvidia-smi` by `dlopen`. They are found by
-//! `dlsym` like any other library's functions; this is the table. A process need not have joined its tenant, and never does for this.
+//! Programs open the library themselves: Python's `pynvml` by ctypes, PyTorch, vLLM and `nvidia-smi` by `dlopen`. `dlsym` finds
+//! these functions like those of any other library; this is their table. A process need not have joined its tenant, and does not
+//! join because of these calls.
 //!
-//! The `sublet` command looks at the whole machine, also where it is run inside a tenant.
+//! The `sublet` command sees the whole machine, even inside a tenant.
 
 #![expect(unsafe_code, reason = "exports functions under NVML's names and calls NVML")]
 
@@ -23,7 +25,7 @@ use sublet_interpose::Pointer;
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
-/// NVML, and what is known of it in this process.
+/// NVML, and its known copies in this process.
 pub(crate) static NVML: Library = Library::new(Description {
     prefix: "nvml",
     landmark: c"nvmlInit_v2",
@@ -54,17 +56,17 @@ fn found(path: &CStr, is_watched: bool) {
     tracing::debug!(path = %path.to_string_lossy(), is_watched, "NVML");
 }
 
-/// Called where no copy has the function.
+/// The function for the case that no copy of NVML has it.
 extern "C" fn no_nvml() -> c_int {
     NvmlCode::FUNCTION_NOT_FOUND.0
 }
 
-/// The own function `name` of the copy whose functions are replaced.
+/// Returns the library's own function `name`, of the copy whose functions are replaced.
 fn own_symbol(name: &CStr) -> Option<*const ()> {
     Some(NVML.watched()?.symbol(name)?.cast_const().cast())
 }
 
-/// The GPU behind a handle of NVML's, by NVML's own word.
+/// Returns the GPU of an NVML handle, by NVML's own answer.
 fn gpu_of(device: Pointer) -> Option<Gpu> {
     type GetUuid = unsafe extern "C" fn(Pointer, *mut c_char, c_uint) -> c_int;
     type GetIndex = unsafe extern "C" fn(Pointer, *mut c_uint) -> c_int;
@@ -81,13 +83,13 @@ fn gpu_of(device: Pointer) -> Option<Gpu> {
         let mut index: c_uint = 0;
         // SAFETY: a place for one number; NVML checks the handle.
         let code = unsafe { get_index(device, &raw mut index) };
-        // An instance of MIG has an index among its GPU's, which is no number of a GPU.
+        // The index of a MIG instance counts within its GPU, so it is no number of a GPU.
         (code == SUCCESS && uuid.starts_with("GPU-")).then_some(index)
     });
     Gpu::named(&uuid, index)
 }
 
-/// Are this driver's rows of the third form as we know them?
+/// Does this driver's third form of rows have the known layout?
 fn are_rows_known() -> bool {
     type GetVersion = unsafe extern "C" fn(*mut c_char, c_uint) -> c_int;
     let Some(get_version) = own_symbol(c"nvmlSystemGetDriverVersion") else {
@@ -102,26 +104,26 @@ fn are_rows_known() -> bool {
     text.is_none_or(|version| processes::are_rows_known(&version))
 }
 
-/// The text that a function of NVML's writes.
+/// Returns the text that an NVML function writes.
 fn text_of(write: impl FnOnce(*mut c_char, c_uint) -> c_int) -> Option<String> {
     let mut text: [c_char; TEXT_BYTES] = [0; TEXT_BYTES];
     if write(text.as_mut_ptr(), c_uint::try_from(TEXT_BYTES).ok()?) != SUCCESS {
         return None;
     }
-    // It has a sign on some processors.
+    // `c_char` is signed on some processors.
     let bytes = text.map(|letter| letter.to_ne_bytes()[0]);
     CStr::from_bytes_until_nul(&bytes).ok()?.to_str().ok().map(str::to_owned)
 }
 
-/// May a tenant's budget have a say in this process? Costs a look at a name.
+/// May a tenant's budget apply to this process? Costs the lookup of a file name.
 fn may_be_bound() -> bool {
     let counts = || runtime::member().is_some_and(|member| member.pool().budget().counts());
     (environment::current().has_budgets() || counts() || runtime::others_count())
         && !environment::is_the_command()
 }
 
-/// Returns the tenant's bound on a GPU, and what `and` returns for the tenant. None without a budget there, or when
-/// something of ours fails.
+/// Returns the tenant's limit on a GPU, and the result of `and` for the tenant. None without a budget there, or if Sublet's own
+/// code fails.
 fn bound<T>(
     device: Pointer,
     and: impl FnOnce(&tenants::run_dir::RunDir, &tenants::identity::TenantName) -> T,
@@ -145,7 +147,7 @@ fn bound<T>(
     runtime::netted(find).unwrap_or(None)
 }
 
-/// The answer about memory that NVML's `own` function writes to `place`, for the tenant that asks.
+/// Calls NVML's `own` function, which writes figures to `place`, and limits them to the calling tenant's budget.
 fn narrowed<M: Narrow + Copy>(device: Pointer, place: *mut M, own: impl Fn() -> c_int) -> c_int {
     let mut code = own();
     if code != SUCCESS || place.is_null() {
@@ -164,7 +166,7 @@ fn narrowed<M: Narrow + Copy>(device: Pointer, place: *mut M, own: impl Fn() -> 
     code
 }
 
-/// All processes on a GPU, as NVML's `own` function lists them.
+/// Returns all processes on a GPU, as NVML's `own` function lists them.
 fn all<R: ProcessEntry>(own: impl Fn(*mut c_uint, *mut R) -> c_int) -> Result<Vec<R>, c_int> {
     let mut found = 0;
     for _ in 0..TRIES_MAX {
@@ -185,7 +187,7 @@ fn all<R: ProcessEntry>(own: impl Fn(*mut c_uint, *mut R) -> c_int) -> Result<Ve
     Err(NvmlCode::INSUFFICIENT_SIZE.0)
 }
 
-/// Answers a question for the processes on a GPU: with those of the tenant, where that has a budget there.
+/// Answers a query for the processes on a GPU: only with the tenant's, if the tenant has a budget there.
 fn running<R: ProcessEntry>(
     device: Pointer,
     count: *mut c_uint,
@@ -210,7 +212,7 @@ fn running<R: ProcessEntry>(
     }
 }
 
-/// Writes the tenant's processes among `found` to the caller's place for their number and buffer with room for so many.
+/// Writes the tenant's processes among `found` to the caller's buffer, and their number to the caller's count.
 fn answer<R: ProcessEntry>(
     found: &[R],
     pids: &BTreeSet<u32>,

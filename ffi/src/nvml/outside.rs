@@ -1,7 +1,7 @@
-//! Programs outside Sublet that use a GPU of this machine, by NVML's word.
+//! Programs outside Sublet that use a GPU of this machine, by NVML's answers.
 //!
-//! NVML is asked only where it is in the process already: NCCL brings it along. A process of another user, or of a pid namespace that
-//! is not seen from here, counts as none: the driver shares no memory with it by CUDA IPC.
+//! NVML is called only if the process has loaded it already, as NCCL does. A process of another user, or of a PID namespace that
+//! is not visible here, does not count: the driver shares no memory with it by CUDA IPC.
 
 #![expect(unsafe_code, reason = "calls NVML")]
 
@@ -19,10 +19,10 @@ use sublet_interpose::Pointer;
 /// The file name of the preload object, in the maps of each process that has it.
 const OUR_FILE: &str = "libsublet";
 
-/// Processes known to be under Sublet, with the moment of their start: an id is given again.
+/// Processes known to be under Sublet, with their start times, because ids are reused.
 static INSIDE: Mutex<BTreeMap<u32, String>> = Mutex::new(BTreeMap::new());
 
-/// The id of a process that uses a GPU and is not under Sublet. Blocks for some calls of NVML's.
+/// Returns the id of a process that uses a GPU and is not under Sublet. Blocks for some NVML calls.
 pub(crate) fn process() -> Option<u32> {
     type GetCount = unsafe extern "C" fn(*mut c_uint) -> c_int;
     type GetHandle = unsafe extern "C" fn(c_uint, *mut Pointer) -> c_int;
@@ -54,7 +54,7 @@ pub(crate) fn process() -> Option<u32> {
     })
 }
 
-/// Is process `pid` one of this user's without Sublet?
+/// Is `pid` a process of this user without Sublet?
 fn is_outside(pid: u32) -> bool {
     if pid == std::process::id() {
         return false;
@@ -71,14 +71,14 @@ fn is_outside(pid: u32) -> bool {
         inside().insert(pid, start);
         return false;
     }
-    // One that is ending maps nothing.
+    // A process that is ending maps nothing.
     !maps.is_empty()
 }
 
-/// The moment at which process `pid` was started, as the kernel counts.
+/// Returns the start time of process `pid`, in the kernel's unit.
 fn start_of(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before may have spaces and brackets of its own.
+    // The name before it may contain spaces and brackets.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_ascii_whitespace().nth(19).map(str::to_owned)
 }

@@ -1,4 +1,4 @@
-//! libgdrapi: device memory in the CPU's window.
+//! libgdrapi: device memory that is mapped for the CPU.
 
 #![expect(unsafe_code, reason = "exports functions under the library's names")]
 
@@ -11,7 +11,7 @@ use sublet_interpose::library::{Description, Library};
 /// The file name under which it is distributed.
 pub(crate) const FILE: &CStr = c"libgdrapi.so.2";
 
-/// libgdrapi, and what is known of it in this process.
+/// libgdrapi, and its known copies in this process.
 pub(crate) static GDRCOPY: Library = Library::new(Description {
     prefix: "gdr_",
     landmark: c"gdr_open",

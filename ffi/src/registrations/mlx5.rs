@@ -1,4 +1,4 @@
-//! libmlx5: memory that cards of this maker are given directly.
+//! libmlx5: memory that is registered directly with cards of this maker.
 
 #![expect(unsafe_code, reason = "exports functions under the library's names")]
 
@@ -6,7 +6,7 @@ use super::{found, nothing};
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
-/// libmlx5, and what is known of it in this process.
+/// libmlx5, and its known copies in this process.
 pub(crate) static MLX5: Library = Library::new(Description {
     prefix: "mlx5dv_",
     landmark: c"mlx5dv_query_device",

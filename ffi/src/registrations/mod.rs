@@ -1,5 +1,5 @@
-//! Functions by which libraries register memory with devices outside the driver's view, under their own names: what is
-//! registered stays in place for as long as it is (`sublet_registrations`).
+//! Functions by which libraries register memory with devices, unseen by the driver. They have the libraries' own names.
+//! Registered memory stays in place until its registration ends (`sublet_registrations`).
 //!
 //! | library | functions | who uses them |
 //! | --- | --- | --- |
@@ -8,7 +8,7 @@
 //! | libgdrapi | `gdr_pin_buffer`, `gdr_pin_buffer_v2`, `gdr_unpin_buffer`, `gdr_close` | NCCL, UCX, NVSHMEM |
 //!
 //! Registrations by a descriptor (`ibv_reg_dmabuf_mr`) are seen when the driver makes it, `cuMemGetHandleForAddressRange`.
-//! Not seen are those of `cuFile`: a process that has its device file open is not paused (`attach::unseen_pins`).
+//! Registrations by `cuFile` are not seen: a process that has its device file open is not paused (`attach::unseen_pins`).
 
 mod gdrcopy;
 mod mlx5;
@@ -30,7 +30,7 @@ pub(crate) use mlx5::MLX5;
 pub(crate) use verbs::{FILE as VERBS_FILE, VERBS};
 
 /// Runs `ours` in a process that has joined, and `plain`, the library's own call, in any other. Nothing unwinds into the
-/// caller: when something of ours fails before the library was asked, it is asked.
+/// caller. If Sublet's code fails before the library was called, the library is called.
 fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -> T {
     let Some(member) = runtime::member() else {
         return plain();
@@ -43,8 +43,9 @@ fn seen<T>(ours: impl FnOnce(&'static Member) -> T, plain: impl FnOnce() -> T) -
     })
 }
 
-/// As [`Registrations::register`](sublet_registrations::Registrations::register). Paged memory comes first, and cannot leave
-/// before it is known to stay; of what cannot come the library says that it is not there.
+/// As [`Registrations::register`](sublet_registrations::Registrations::register). Paged memory is first moved to the device, and
+/// cannot leave before its registration is known. For memory that cannot be moved there, the library reports that it does not
+/// exist.
 fn registered<T>(
     member: &Member,
     range: VaRange,
@@ -56,7 +57,7 @@ fn registered<T>(
     runtime::REGISTRATIONS.register(member, range, reason, call, key)
 }
 
-/// As [`registered`], for functions that make an object of the range, which `key` is of.
+/// As [`registered`], for functions that create an object of the range. `key` identifies the object.
 fn made(
     address: Pointer,
     length: usize,
@@ -67,7 +68,7 @@ fn made(
     seen(|member| registered(member, range_of(address, length), NETWORK_CARD, &own, key), &own)
 }
 
-/// Ends the registration of `key` where the library does.
+/// Ends the registration of `key` if the library does.
 fn ended(key: Key, own: impl Fn() -> c_int) -> c_int {
     seen(|member| runtime::REGISTRATIONS.unregister(member, key, &own, |code| *code == 0), &own)
 }
@@ -76,7 +77,7 @@ fn range_of(start: Pointer, size_bytes: usize) -> VaRange {
     VaRange::new(DeviceAddress(start.addr() as u64), size_bytes as u64)
 }
 
-/// Told of each copy of such a library that is found.
+/// Called for each copy of such a library that is found.
 fn found(path: &CStr, is_watched: bool) {
     let path = path.to_string_lossy();
     if is_watched {
@@ -91,12 +92,12 @@ fn found(path: &CStr, is_watched: bool) {
     }
 }
 
-/// Called where no copy has the function: no memory is registered, or the function is not there.
+/// The function for the case that no copy of the library has it: no memory is registered, or the function does not exist.
 extern "C" fn nothing() -> usize {
     0
 }
 
-/// As [`nothing`], for functions that answer with an error's number.
+/// As [`nothing`], for functions that return an error number.
 extern "C" fn no_library() -> c_int {
     libc::ENOSYS
 }

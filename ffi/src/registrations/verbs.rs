@@ -9,7 +9,7 @@ use sublet_interpose::library::{Description, Library};
 /// The file name under which it is distributed.
 pub(crate) const FILE: &CStr = c"libibverbs.so.1";
 
-/// libibverbs, and what is known of it in this process.
+/// libibverbs, and its known copies in this process.
 pub(crate) static VERBS: Library = Library::new(Description {
     prefix: "ibv_",
     landmark: c"ibv_get_device_list",
@@ -40,7 +40,7 @@ mod calls {
     use super::{Function, VERBS, c_int};
     use sublet_interpose::{Pointer, instead_of};
 
-    /// The flag of `ibv_rereg_mr` by which the region gets other memory.
+    /// The flag of `ibv_rereg_mr` that gives the region other memory.
     const CHANGE_TRANSLATION: c_int = 1;
 
     instead_of! {
@@ -57,7 +57,7 @@ mod calls {
 
     instead_of! {
         VERBS, missing = libc::ENOSYS;
-        /// Changes a region. Where it gets other device memory, the memory that it had before is let go.
+        /// Changes a region. If the region gets other device memory, its former memory is released.
         ibv_rereg_mr(
             region: Pointer, flags: c_int, domain: Pointer, address: Pointer, length: usize, access: c_int
         ) -> c_int, |own| {

@@ -1,4 +1,4 @@
-//! Contexts: whose work a pause waits for, what memory ends with one, and which may reach whose.
+//! Contexts: the work that a pause waits for, the memory that ends with a context, and peer access.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -19,19 +19,19 @@ use crate::look;
 use crate::runtime::{self, Member};
 use sublet_interpose::Pointer;
 
-/// The longest time that the end of a context gives waits of ours there to end.
+/// The longest time for which the end of a context waits until Sublet's waits there have ended.
 const WAITS_BEFORE_END: Duration = Duration::from_secs(10);
 
-/// The device that a context is for.
+/// Returns the device of a context.
 pub(super) fn device_of(context: Pointer) -> Option<DeviceOrdinal> {
     contexts::with_current(context, || contexts::current_device().ok()).flatten()
 }
 
-/// Makes a context by `make`. Where `device` has no room for it and the process queues, waits until others have made some.
+/// Creates a context with `make`. If `device` is full and the process takes part in turns, waits until others have freed memory.
 fn in_room(device: c_int, mut make: impl FnMut() -> c_int) -> c_int {
     let full = DriverCode::OUT_OF_MEMORY.0;
     let mut code = make();
-    // Such a thread holds others up.
+    // A thread in one of these states must not wait: it would hold up others.
     if code != full
         || Gate::is_inside()
         || Cut::is_inside()
@@ -56,7 +56,7 @@ fn in_room(device: c_int, mut make: impl FnMut() -> c_int) -> c_int {
 
 macro_rules! create_context {
     ($symbol:ident ( $($arg:ident : $ty:ty),*; $device:ident )) => {
-        /// Makes a context of the application's own, whose work a pause must wait for too.
+        /// Creates a context of the application's own. A pause must wait for its work too.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -84,8 +84,8 @@ create_context!(cuCtxCreate_v2(flags: c_uint; device));
 create_context!(cuCtxCreate_v3(affinity: Pointer, count: c_int, flags: c_uint; device));
 create_context!(cuCtxCreate_v4(parameters: Pointer, flags: c_uint; device));
 
-/// Takes what ends with `context`. The value is forgotten before the driver lets it go: it may be another context's
-/// immediately. `prepare` is called once no pause can begin, with or without a tenant.
+/// Takes the memory that ends with `context`. The context's value is forgotten before the driver ends it, because another context
+/// may get the same value immediately. `prepare` is called once no pause can begin, with or without a tenant.
 fn ending(
     context: RawContext,
     prepare: impl FnOnce(Option<&Member>),
@@ -97,14 +97,15 @@ fn ending(
     Some(blocks::ending(member, context, || prepare(Some(member))))
 }
 
-/// The driver has ended the context, with its code and its captures.
+/// Notes that the driver has ended the context, with its code and its captures.
 fn has_ended(ending: Ending<'static, CudaDriver>) {
     look::forget_functions();
     runtime::CAPTURES.context_ended(ending.context());
     ending.ended();
 }
 
-/// The driver ends a context even if it is used, which its documentation forbids. A wait of ours may have been left behind there by a pause that was called off.
+/// Waits until Sublet's waits in a context have ended. The driver ends a context even if it is used, which its documentation
+/// forbids. A pause that was called off may have left a wait there.
 fn let_waits_end(member: &Member, place: Waited) {
     if !member.pool().waits().let_place_end(place, WAITS_BEFORE_END) {
         let seconds = WAITS_BEFORE_END.as_secs();
@@ -112,7 +113,7 @@ fn let_waits_end(member: &Member, place: Waited) {
     }
 }
 
-/// Ends a context of the application's own by `end`, if it is over by that.
+/// Ends a context of the application's own with `end`. `is_over` says whether that call ends the context.
 fn end_own(context: Pointer, end: impl FnOnce() -> c_int, is_over: impl FnOnce() -> bool) -> c_int {
     let raw = RawContext(context.addr() as u64);
     let mut was_own = None;
@@ -152,7 +153,7 @@ macro_rules! destroy_context {
 destroy_context!(cuCtxDestroy);
 destroy_context!(cuCtxDestroy_v2);
 
-/// Gives back one reference of a context, which ends with the last.
+/// Releases one reference of a context. The context ends with the last reference.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -179,7 +180,7 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Pointer, device:
     code
 }
 
-/// The plain memory of the primary context of `device`, where there is one.
+/// Takes the plain memory of the primary context of `device`, if the context exists.
 fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
     let context = runtime::member().and_then(|_| contexts::existing_primary_context(device))?;
     ending(RawContext(context.addr() as u64), |member| {
@@ -191,7 +192,7 @@ fn ending_primary(device: c_int) -> Option<Ending<'static, CudaDriver>> {
 
 macro_rules! release_primary {
     ($symbol:ident) => {
-        /// Gives back one reference of a device's primary context, which ends with the last, and its plain memory with it.
+        /// Releases one reference of a device's primary context. With the last reference, the context and its plain memory end.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -216,8 +217,8 @@ macro_rules! release_primary {
 release_primary!(cuDevicePrimaryCtxRelease);
 release_primary!(cuDevicePrimaryCtxRelease_v2);
 
-/// Gives up our own references to the primary context of `device`, and says whether it was the last that kept it.
-/// Otherwise the next of us that needs it retains it again.
+/// Releases Sublet's own references to the primary context of `device`. Returns whether they were the last. Otherwise Sublet
+/// retains the context again at its next need.
 fn is_over_without_us(device: c_int) -> bool {
     if let Some(member) = runtime::member() {
         let given_back = member.pool().driver().let_primary_context_go(DeviceOrdinal(device));
@@ -256,7 +257,7 @@ macro_rules! reset_primary {
 reset_primary!(cuDevicePrimaryCtxReset);
 reset_primary!(cuDevicePrimaryCtxReset_v2);
 
-/// Notes that `accessor` may reach plain memory of `owner`, and opens what is there.
+/// Notes that `accessor` may reach plain memory of `owner`, and opens the existing memory for it.
 pub(crate) fn may_reach(owner: DeviceOrdinal, accessor: DeviceOrdinal) {
     runtime::ACCESSORS.record(owner, accessor);
     let opened =
@@ -281,7 +282,7 @@ pub unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Pointer, flags: c_uint) -> 
     code
 }
 
-/// Takes the current context's access to another's plain memory away.
+/// Removes the current context's access to another's plain memory.
 ///
 /// # Safety
 /// As the driver's function of this name.

@@ -15,7 +15,7 @@ use crate::driver::call_driver;
 use crate::{contexts, look, runtime};
 use sublet_interpose::Pointer;
 
-/// A device's attributes. Those of abilities that a pause could not undo are 0.
+/// Returns an attribute of a device. Attributes of features that a pause could not undo are 0.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -83,7 +83,7 @@ refused! {
 
 macro_rules! unload {
     ($symbol:ident) => {
-        /// Ends code, and with it values of functions, which may be others' immediately.
+        /// Unloads code, and with it the values of functions, which others may get immediately.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -100,22 +100,22 @@ macro_rules! unload {
 unload!(cuModuleUnload);
 unload!(cuLibraryUnload);
 
-/// Returns the key of a stream's capture. Each thread has a stream of its own under the value of the per-thread stream.
-/// Functions of that kind (`symbol`) also have that stream for 0.
+/// Returns the key of a stream's capture. The value of the per-thread stream means a different stream on each thread. Functions
+/// of the per-thread kind (`symbol`) also use that stream for 0.
 fn capture_key(stream: Pointer, symbol: &str) -> u64 {
     thread_local! {
         static OWN: u8 = const { 0 };
     }
     let stream = stream_value(stream, symbol);
     if stream == STREAM_PER_THREAD {
-        // An address of this thread's, odd as no stream's value is.
+        // An odd number, made of an address of this thread. No stream's value is odd.
         return OWN.try_with(|own| (&raw const *own).addr() as u64).map_or(1, |at| at << 1 | 1);
     }
     stream as u64
 }
 
-/// The longest wait of a capture for waits for devices to end: for those that were left behind, and then for those of
-/// other threads. See [`vmm_pool::Waits::let_end`] and [`tenants::member::Captures::before`].
+/// The longest time for which a capture waits until waits for devices have ended: first waits that were left behind, and then
+/// those of other threads. See [`vmm_pool::Waits::let_end`] and [`tenants::member::Captures::before`].
 const WAITS_BEFORE_CAPTURE: Duration = Duration::from_secs(1);
 
 macro_rules! begin_capture {

@@ -1,8 +1,8 @@
-//! Copies of plain memory that the driver refuses because ours is virtual.
+//! Copies of plain memory that the driver refuses because Sublet's plain memory is virtual.
 //!
-//! The driver copies what `cuMemAlloc` gave between any two devices, and whatever context is current. Mapped memory, which
-//! ours is, it takes only where the current context's device may reach it (driver 580). So devices are given access to each
-//! other's first. Where the machine does not join them, the copy is made in the contexts of the memory.
+//! The driver copies memory of `cuMemAlloc` between any two devices, whatever context is current. Sublet's memory is mapped. The
+//! driver copies mapped memory only if the current context's device may reach it (driver 580). So devices are first given access
+//! to each other's memory. If the machine does not connect them, the copy is made in the contexts of the memory.
 
 #![expect(unsafe_code, reason = "calls the driver")]
 
@@ -29,31 +29,30 @@ pub(crate) struct Refused {
     pub(crate) target: u64,
     pub(crate) source: u64,
     pub(crate) bytes: usize,
-    /// The stream, where it is not done when the call returns.
+    /// The stream, if the copy is asynchronous.
     pub(crate) stream: Option<Pointer>,
     /// Is 0 the thread's own stream?
     pub(crate) is_per_thread: bool,
 }
 
-/// Does the function `symbol` of the driver's copy?
+/// Is the driver's function `symbol` a copy?
 pub(crate) const fn is_copy(symbol: &str) -> bool {
     matches!(symbol.as_bytes(), [b'c', b'u', b'M', b'e', b'm', b'c', b'p', b'y', ..])
 }
 
-/// Does the driver use `code` to refuse a copy of memory that the current context cannot reach?
+/// Is `code` the driver's refusal of a copy of memory that the current context cannot reach?
 pub(crate) fn is_refused(code: c_int) -> bool {
     DriverCode(code) == DriverCode::INVALID_VALUE
 }
 
-/// Gives devices access to each other's plain memory, which copies take for granted. True when some device had less
-/// access before.
+/// Gives devices access to each other's plain memory, which copies rely on. Returns true if a device had less access before.
 pub(crate) fn opens_blocks() -> bool {
     runtime::member().is_some_and(|member| {
         runtime::ACCESSORS.open_for_copies(member, contexts::current_device().ok())
     })
 }
 
-/// The device of memory, and a context of that device's; none for host memory.
+/// Returns the device of memory, and a context of that device; none for host memory.
 fn place_of(member: &Member, address: u64) -> Option<(DeviceOrdinal, Pointer)> {
     let block = member.pool().holdings().block_place(DeviceAddress(address));
     let (device, context) = match block {
@@ -79,8 +78,8 @@ fn device_of_native(address: Address) -> Option<DeviceOrdinal> {
     (is_known && kind == TYPE_DEVICE).then_some(DeviceOrdinal(device))
 }
 
-/// Makes a copy that was refused with `refused` in the contexts of the memory; `again` asks for it as it was asked.
-/// A copy of other memory than Sublet's plain memory stays refused.
+/// Makes a copy that was refused with the code `refused`, in the contexts of the memory; `again` repeats the original call. A
+/// copy of other memory than Sublet's plain memory stays refused.
 pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c_int) -> c_int {
     let Some(member) = runtime::member() else {
         return refused;
@@ -95,7 +94,7 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
         return refused;
     }
     let ranges = sides.map(|start| VaRange::new(DeviceAddress(start), copy.bytes as u64));
-    // What is paged stays until the driver has this copy.
+    // Paged memory stays on the device until the driver has this copy.
     let stream = match copy.stream.unwrap_or_default() {
         null if null.is_null() && copy.is_per_thread => {
             std::ptr::with_exposed_provenance_mut(STREAM_PER_THREAD)
@@ -122,7 +121,7 @@ pub(crate) fn copy_in_place(copy: Refused, refused: c_int, again: impl Fn() -> c
     }
 }
 
-/// A copy from the memory of one context to that of another, which the driver leads over the host where it must.
+/// Copies from the memory of one context to that of another. The driver copies through the host if it must.
 fn copy_between(copy: Refused, to: Pointer, from: Pointer) -> c_int {
     let Refused { target, source, bytes, stream, is_per_thread } = copy;
     match (stream, is_per_thread) {

@@ -1,5 +1,5 @@
-//! A device's memory and the part of it that the tenant can have: within its budget, where it has one, and with what others would give up, where it
-//! takes turns with them. Libraries size their caches by asking.
+//! A device's memory, and the part of it that the tenant can get: within its budget, if any, and with the memory of others in
+//! turns. Libraries size their caches by these figures.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -13,7 +13,7 @@ use crate::driver::{DRIVER, call_driver};
 use crate::{contexts, environment, runtime};
 
 /// Returns the bytes that the tenant may hold on `device` and those that it holds. None without a budget there. A
-/// process that asks before it has any memory joins its tenant for that.
+/// process that asks before it has memory joins its tenant for the answer.
 fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
     let member = runtime::member().or_else(|| {
         let may_count = environment::current().has_budgets() || runtime::others_count();
@@ -23,7 +23,8 @@ fn within(device: DeviceOrdinal) -> Option<(u64, u64)> {
     budget_bytes.map(|budget_bytes| (budget_bytes, held_bytes))
 }
 
-/// Memory of the current context's device that the tenant can have, and all memory: no more than its budget leaves.
+/// Returns the free memory of the current context's device that the tenant can get, and the total: no more than its budget
+/// allows.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -47,14 +48,14 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
     code
 }
 
-/// Adds what others would give up to what is free.
+/// Adds the memory that others in turns would free to the free memory.
 fn add_others(device: DeviceOrdinal, free: *mut usize, total: *mut usize) {
     let uuid = || {
         let driver = CudaDriver::from_symbols(&|name| DRIVER.symbol(name)).ok()?;
         driver.device_uuid(device).ok()
     };
     let others_bytes = runtime::others_give(uuid, || {
-        // One that fails leaves the figures of the first.
+        // If this call fails, the figures of the first one stay.
         call_driver!(cuMemGetInfo_v2(free, total));
     });
     if others_bytes == 0 {
@@ -69,7 +70,7 @@ fn add_others(device: DeviceOrdinal, free: *mut usize, total: *mut usize) {
     unsafe { free.write_unaligned(all) };
 }
 
-/// All memory of a device: no more than the tenant's budget.
+/// Returns the total memory of a device: no more than the tenant's budget.
 ///
 /// # Safety
 /// As the driver's function of this name.

@@ -1,5 +1,4 @@
-//! Graphs: their launches count and wait like what they hold, and what they hold is followed from the
-//! capture on.
+//! Graphs: a launch of a graph is counted and held like the work in it. The work in a graph is followed from the capture on.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -24,7 +23,7 @@ const CAPTURE_ACTIVE: c_int = 1;
 /// `CU_GRAPH_NODE_TYPE_GRAPH`, first in `CUgraphNodeParams`; the child graph is 16 bytes in.
 const NODE_TYPE_GRAPH: c_int = 4;
 const NODE_CHILD_OFFSET: usize = 16;
-/// Behind it `CUgraphChildGraphNodeOwnership`, of which this moves the child into the graph.
+/// The offset of `CUgraphChildGraphNodeOwnership`, after it. The value below moves the child into the graph.
 const NODE_OWNERSHIP_OFFSET: usize = 24;
 const OWNERSHIP_MOVED: c_int = 1;
 /// `CU_GRAPH_NODE_TYPE_CONDITIONAL`: 16 bytes in its handle, then its kind, how many bodies, and where they are.
@@ -32,9 +31,8 @@ const NODE_TYPE_CONDITIONAL: c_int = 13;
 const NODE_BODY_COUNT_OFFSET: usize = 28;
 const NODE_BODIES_OFFSET: usize = 32;
 
-/// The driver's number of the capture that records what is submitted to `stream` now. Asks only while a
-/// capture is under way in the process, and never of the legacy stream, which cannot be captured and would
-/// answer with an error.
+/// Returns the driver's number of the capture that records work for `stream` now. It queries the driver only while a capture is
+/// under way in the process. It never queries the legacy stream, which cannot be captured and would return an error.
 pub(crate) fn capture_of(stream: usize) -> Option<u64> {
     if runtime::CAPTURES.counts().under_way() == 0 || stream <= STREAM_LEGACY {
         return None;
@@ -57,7 +55,7 @@ pub(crate) fn capture_of(stream: usize) -> Option<u64> {
     (code == SUCCESS && status == CAPTURE_ACTIVE).then_some(id)
 }
 
-/// Returns the place that work for a stream of this value goes to.
+/// Returns the place of work for a stream with this value.
 pub(crate) fn place_of(stream: usize) -> In {
     let raw = RawStream(stream as u64);
     if capture_of(stream).is_some() {
@@ -69,7 +67,7 @@ pub(crate) fn place_of(stream: usize) -> In {
     }
 }
 
-/// The handle that the driver has written to an out-pointer, as a number.
+/// Returns the handle that the driver has written to an out-pointer, as a number.
 fn written(place: Pointer) -> Option<u64> {
     if place.is_null() {
         return None;
@@ -83,7 +81,7 @@ fn value(handle: Pointer) -> u64 {
     handle.addr() as u64
 }
 
-/// Ends a capture by `end`, and follows what it recorded.
+/// Ends a capture with `end`, and follows the work that it recorded.
 pub(super) fn end_capture(
     stream: usize,
     key: u64,
@@ -94,7 +92,7 @@ pub(super) fn end_capture(
     let graphs = &runtime::GRAPHS;
     let capture = graphs.is_used().then(|| capture_of(stream)).flatten();
     let code = end();
-    // A failed end ends the capture too, but for the end that another thread may not ask for.
+    // A failed end ends the capture too, unless it failed because this thread may not end it.
     if code != SUCCESS && is_capturing() {
         return code;
     }
@@ -119,7 +117,7 @@ pub(super) fn end_capture(
 
 macro_rules! launch_graph {
     ($symbol:ident) => {
-        /// Launches a graph. When it holds collectives, they are counted, and held, like others.
+        /// Launches a graph. Collectives in it are counted, and held, like others.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -144,13 +142,13 @@ macro_rules! launch_graph {
     };
 }
 
-/// Calls in a frame of its own, for threads that are cancelled: see `hooks`.
+/// Makes the launch in a separate frame, for cancelled threads: see `hooks`.
 #[inline(never)]
 fn apart(launch: impl FnOnce() -> c_int) -> c_int {
     launch()
 }
 
-/// Launches a graph that holds collectives, by `launch`. Apart, so that other launches need no room for it.
+/// Launches a graph with collectives, by `launch`. It is a separate function, so that other launches need no stack space for it.
 #[inline(never)]
 fn launch_counted(
     member: &Member,
@@ -165,7 +163,7 @@ fn launch_counted(
         }
         return code;
     }
-    // Held outside of the gate, which a pause shuts.
+    // The launch is held outside of the gate, which a pause shuts.
     let counted = match member.cut().enter_if_there("cuGraphLaunch", increments, &[]) {
         Ok(counted) => counted,
         Err(withdrawal) => return turned_back(member, &withdrawal),
@@ -177,7 +175,7 @@ fn launch_counted(
     code
 }
 
-/// The answer to a launch that must not be made.
+/// Returns the code for a launch that must not be made.
 fn turned_back(member: &Member, withdrawal: &Withdrawal<'_>) -> c_int {
     let (text, code) = match withdrawal.why() {
         TurnedBack::RankLeft => (
@@ -270,7 +268,7 @@ followed! {
 }
 macro_rules! add_node {
     ($symbol:ident ( $($arg:ident : $ty:ty),* )) => {
-        /// Adds a node, which may stand for a graph or have some.
+        /// Adds a node, which may be a graph or contain some.
         ///
         /// # Safety
         /// As the driver's function of this name.
@@ -294,7 +292,7 @@ add_node!(cuGraphAddNode_v3(dependencies: Pointer, data: Pointer, count: usize))
 fn node_added(node: Pointer, graph: Pointer, parameters: Pointer) {
     // SAFETY: the driver has accepted these parameters, whose first field is the kind of node.
     match unsafe { parameters.cast::<c_int>().read() } {
-        // Bodies are there before anything is captured into one.
+        // Bodies exist before work is captured into one.
         NODE_TYPE_CONDITIONAL => bodies_added(parameters),
         NODE_TYPE_GRAPH if runtime::GRAPHS.is_used() => child_added(node, graph, parameters),
         _ => {}
@@ -314,7 +312,7 @@ fn child_added(node: Pointer, graph: Pointer, parameters: Pointer) {
     }
 }
 
-/// The driver has written where the bodies of a conditional node are to its parameters.
+/// Notes the bodies of a conditional node. The driver has written their addresses to the node's parameters.
 fn bodies_added(parameters: Pointer) {
     let count = parameters.wrapping_byte_add(NODE_BODY_COUNT_OFFSET).cast::<c_uint>();
     let bodies = parameters.wrapping_byte_add(NODE_BODIES_OFFSET).cast::<*const Pointer>();
@@ -343,7 +341,7 @@ followed! {
         then |graphs| graphs.updated(value(executable), value(graph))
 }
 followed! {
-    /// Changes what a node of an executable graph stands for.
+    /// Changes the child graph of a node in an executable graph.
     cuGraphExecChildGraphNodeSetParams(executable: Pointer, node: Pointer, child: Pointer)
         then |graphs| graphs.child_replaced(value(executable), value(node), value(child))
 }

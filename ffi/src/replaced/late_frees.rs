@@ -1,10 +1,10 @@
-//! Blocks that `cuMemFreeAsync` gives up: each goes when its stream has come there, and nobody waits for that.
+//! Blocks that `cuMemFreeAsync` frees: each is freed when its stream reaches that point, and no caller waits for that.
 //!
-//! The stream calls us back. A callback may not call the driver, so a thread of ours gives the block up. Who asks for memory next
-//! lets that thread have done first with what is due.
+//! The stream runs a callback. A callback may not call the driver, so a thread of Sublet's frees the block. The next allocation
+//! first waits until that thread has freed the due blocks.
 //!
-//! A block may go before its stream has come there, with its context, and another one may lie at its address by then. So the
-//! table knows blocks by their identity and never by their address.
+//! A block may end with its context before its stream reaches that point, and another block may get its address. So the table
+//! identifies blocks by identity, never by address.
 //!
 //! Lock order: `TABLE` is a leaf, and never held across a driver call.
 
@@ -25,22 +25,22 @@ use super::{Address, SUCCESS};
 use crate::runtime::{self, Member};
 use sublet_interpose::Pointer;
 
-/// The longest wait of an allocation for the thread to be done: the thread gives up a few blocks.
+/// The longest wait of an allocation for the thread, which has a few blocks to free.
 const SETTLED_WITHIN: Duration = Duration::from_secs(10);
 
 static TABLE: Mutex<Table> = Mutex::new(Table::new());
-/// A block is due, or gone.
+/// Notified when a block is due or freed.
 static CHANGED: Condvar = Condvar::new();
-/// As many as [`Table::going`] has, for callers that would find none.
+/// The length of [`Table::going`], so that callers need no lock if it is empty.
 static GOING: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
 struct Table {
-    /// Blocks that were given up and are still there.
+    /// Blocks that the application has freed and that still exist.
     going: BTreeMap<VirtualHandle, Block>,
-    /// Those of them whose stream has come there.
+    /// Blocks among them whose stream has reached the point of the free.
     due: BTreeSet<VirtualHandle>,
-    /// Those that the driver would not take back. They are due again with the next one, and when somebody asks for memory.
+    /// Blocks that the driver refused to free. They are due again with the next block, and at the next allocation.
     refused: BTreeSet<VirtualHandle>,
     has_thread: bool,
 }
@@ -61,7 +61,7 @@ impl Table {
     }
 }
 
-/// Was the block at `address` already freed? Who frees it once more is wrong.
+/// Has the application already freed the block at `address`? A second free is an error.
 pub(super) fn is_going(member: &Member, address: Address) -> bool {
     GOING.load(Ordering::Relaxed) > 0
         && member
@@ -71,12 +71,12 @@ pub(super) fn is_going(member: &Member, address: Address) -> bool {
             .is_some_and(|block| lock(&TABLE).going.contains_key(&block.identity()))
 }
 
-/// Waits until what is due is gone. It waits for no stream.
+/// Waits until due blocks are freed. It waits for no stream.
 pub(crate) fn settle() {
     if GOING.load(Ordering::Relaxed) == 0 {
         return;
     }
-    // Behind a shut gate that thread waits, and a caller that is inside would be waited for.
+    // At a shut gate that thread waits, and a caller inside the gate would itself be waited for.
     if Gate::is_inside() || runtime::member().is_none_or(|member| member.gate().is_shut()) {
         return;
     }
@@ -92,7 +92,7 @@ pub(crate) fn settle() {
     }
 }
 
-/// Gives the block at `address` up once the stream has come here that `launch` has a function called back on.
+/// Frees the block at `address` when its stream reaches this point. `launch` queues a callback on that stream.
 pub(super) fn free(
     member: &'static Member,
     address: Address,
@@ -113,7 +113,7 @@ fn arrange(
         let mut table = lock(&TABLE);
         if !table.has_thread {
             let thread = vmm_pool::threads::spawn("sublet-frees", give_up_what_is_due, |_| {
-                // The next one begins it again.
+                // The next free starts the thread again.
                 lock(&TABLE).has_thread = false;
             });
             if let Err(error) = thread {
@@ -122,7 +122,7 @@ fn arrange(
             }
             table.has_thread = true;
         }
-        // Before the stream can come there.
+        // This comes before the stream can reach the point.
         table.going.insert(identity, block);
         GOING.store(table.going.len(), Ordering::Relaxed);
     }
@@ -134,7 +134,7 @@ fn arrange(
     code
 }
 
-/// Called by the driver, on a thread of its own, when the stream has come there.
+/// The callback, which the driver runs on its own thread when the stream has reached the point.
 extern "C" fn is_due(data: *mut c_void) {
     let Some(identity) = VirtualHandle::from_raw(data.addr() as u64) else { return };
     let mut table = lock(&TABLE);
@@ -151,7 +151,7 @@ fn forget(identity: VirtualHandle) {
 }
 
 fn give_up_what_is_due() {
-    // A free in the order of a stream disturbs no capture of another.
+    // A free in the order of a stream must not disturb a capture of another stream.
     if let Some(member) = runtime::member()
         && let Err(error) = member.pool().driver().stand_beside_captures()
     {
@@ -171,7 +171,7 @@ fn give_up_what_is_due() {
             (identity, block)
         };
         let address = block.start();
-        // The next ones go, whatever becomes of this one.
+        // The next blocks are freed, whatever happens to this one.
         match catch_unwind(|| give_up(block)) {
             Ok(Answer::Refused(code)) => {
                 tracing::warn!(?code, %address, "a block that its stream has passed stays for now");

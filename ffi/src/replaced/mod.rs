@@ -1,8 +1,7 @@
 //! The functions that the pool answers, under the driver's names and signatures.
 //!
-//! Each takes C arguments apart, asks the adapter, and writes results back; a null out-pointer goes to the
-//! driver, whose error it then is. Calls that make memory carry the caller's return address along, by
-//! which the caller's library is known.
+//! Each converts C arguments, calls the adapter, and writes results back. A null out-pointer is passed to the driver, which
+//! returns its error. Calls that create memory also pass the caller's return address, which identifies the caller's library.
 //!
 //! * [`vmm`]: virtual memory. [`plain`]: `cuMemAlloc` and what comes with it. `late_frees`: blocks that go
 //!   when a stream comes there. [`native`]: memory that stays
@@ -47,8 +46,8 @@ const SUCCESS: c_int = DriverCode::SUCCESS.0;
 /// `CU_STREAM_PER_THREAD`.
 pub(crate) const STREAM_PER_THREAD: usize = 2;
 
-/// The value of a stream whose meaning does not depend on who asks: functions of the per-thread kind have a stream of the
-/// calling thread's own for 0.
+/// Returns a value for the stream that does not depend on the function: for functions of the per-thread kind, 0 means the calling
+/// thread's own stream.
 pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
     let is_per_thread = symbol.ends_with("_ptsz") || symbol.ends_with("_ptds");
     if stream.is_null() && is_per_thread {
@@ -57,7 +56,7 @@ pub(crate) fn stream_value(stream: Pointer, symbol: &str) -> usize {
     stream.expose_provenance()
 }
 
-/// Brings the paged memory that a call names to the device, and keeps it there until the result is dropped.
+/// Moves the paged memory that a call names to the device, and keeps it there until the result is dropped.
 pub(crate) fn look_at(
     symbol: &'static str,
     names: Names<'_>,
@@ -70,12 +69,12 @@ pub(crate) fn look_at(
     look::begin(symbol, &found, graph::place_of(stream_value(stream, symbol)))
 }
 
-/// A range from C arguments.
+/// Returns a range from C arguments.
 fn range(start: Address, size: usize) -> VaRange {
     VaRange::new(DeviceAddress(start), size as u64)
 }
 
-/// `bytes` for a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
+/// Converts `bytes` to a C `size_t`, without loss: the crate builds for 64-bit Linux only.
 fn size_t(bytes: u64) -> usize {
     const { assert!(usize::BITS == 64) };
     usize::try_from(bytes).unwrap_or(usize::MAX)
@@ -106,7 +105,8 @@ macro_rules! with_caller {
     };
 }
 
-/// A function instead of the driver's. The driver has it in no tenant, where `$is_odd`, and where the answer says so.
+/// A function that replaces the driver's. The driver gets the call if the process is in no tenant, if `$is_odd`, or if the answer
+/// says so.
 macro_rules! instead {
     (
         $(#[$doc:meta])* $symbol:ident ( $($arg:ident : $ty:ty),* $(,)? ) $(, unless $is_odd:expr)?,

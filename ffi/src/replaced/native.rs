@@ -1,7 +1,7 @@
 //! Memory that stays with the driver: stream-ordered, managed and pitched memory, and arrays.
 //!
-//! A process that allocates some joins its tenant, so that a pause sees the process, and what it has is counted under its reason.
-//! New memory waits as long as the other memory is away: a pause would take less than it gives otherwise.
+//! A process that allocates such memory joins its tenant, so that a pause sees the process, and its memory is counted under its
+//! reason. New memory of this kind waits while the other memory is paused: otherwise a pause would free less than it reports.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -23,17 +23,17 @@ use sublet_interpose::Pointer;
 
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 const DEVICE_ORDINAL: c_int = 9;
-/// The bytes that all devices so far pad rows of pitched memory to. The pitch that the driver says counts.
+/// The bytes that all devices so far pad rows of pitched memory to. The driver's pitch is the one that counts.
 const PITCH_BYTES: usize = 512;
 /// `CU_DEVICE_CPU`.
 const DEVICE_CPU: c_int = -1;
 
-/// Goes in for new memory. The first call joins the tenant.
+/// Passes the gate for new memory. The first call joins the tenant.
 fn pass() -> Option<Pass<'static>> {
     runtime::join().map(|member| member.gate().pass(Passage::Use))
 }
 
-/// Takes room in the tenant's budget for so many bytes on `device`, or says what the call is to answer.
+/// Takes bytes of the tenant's budget on `device`, or returns the code for the call.
 fn room_on(device: Option<DeviceOrdinal>, bytes: usize) -> Result<Counted, c_int> {
     match (runtime::member(), device) {
         (Some(member), Some(device)) => {
@@ -43,12 +43,12 @@ fn room_on(device: Option<DeviceOrdinal>, bytes: usize) -> Result<Counted, c_int
     }
 }
 
-/// As [`room_on`], of the current context's device.
+/// As [`room_on`], for the current context's device.
 fn room(bytes: usize) -> Result<Counted, c_int> {
     room_on(contexts::current_device().ok(), bytes)
 }
 
-/// Counts what the driver has just made.
+/// Counts memory that the driver has just created.
 fn count(
     address: u64,
     bytes: usize,
@@ -64,14 +64,14 @@ fn count(
     }
 }
 
-/// The address that the driver has written to an out-pointer.
+/// Returns the address that the driver has written to an out-pointer.
 fn made(place: *mut Address) -> Option<Address> {
     // SAFETY: the caller's out-pointer, which the driver has just written.
     let address = (!place.is_null()).then(|| unsafe { place.read_unaligned() });
     address.filter(|address| *address != 0)
 }
 
-/// Returns the device on which the driver has made stream-ordered memory: the pool's, whatever context is current.
+/// Returns the device of stream-ordered memory that the driver has created: the pool's, whatever context is current.
 fn device_of_memory(address: Address) -> Option<DeviceOrdinal> {
     let mut device: c_int = 0;
     let place = (&raw mut device).cast::<c_void>();
@@ -81,7 +81,7 @@ fn device_of_memory(address: Address) -> Option<DeviceOrdinal> {
     (code == SUCCESS).then_some(DeviceOrdinal(device))
 }
 
-/// The device whose pool a stream takes memory of, whatever context is current: its own.
+/// Returns the device whose pool a stream uses: the stream's own, whatever context is current.
 fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
     let mut context: Pointer = std::ptr::null_mut();
     let handle: Pointer = std::ptr::with_exposed_provenance_mut(stream);
@@ -100,11 +100,11 @@ fn device_of_stream(stream: usize) -> Option<DeviceOrdinal> {
 enum PoolOf {
     /// The stream's.
     Stream,
-    /// A pool's, which cannot be queried. So the memory is made first.
+    /// A caller's pool, whose device cannot be queried. So the memory is allocated first.
     Caller,
 }
 
-/// Stream-ordered memory that `allocate` makes, and `free` gives back where it does not fit the budget.
+/// Allocates stream-ordered memory with `allocate`. If it does not fit the budget, `free` frees it again.
 fn stream_ordered(
     (address, bytes): (*mut Address, usize),
     stream: usize,
@@ -113,7 +113,7 @@ fn stream_ordered(
     free: impl FnOnce(Address) -> c_int,
 ) -> c_int {
     let _pass = pass();
-    // Memory of a graph comes and goes with its launches.
+    // Memory of a graph is created and freed by its launches.
     if capture_of(stream).is_some() {
         return allocate();
     }
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(
     })
 }
 
-/// Allocates rows of memory, each padded as the device likes it.
+/// Allocates rows of memory, each padded to the device's pitch.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -251,7 +251,7 @@ pub struct Array3dDescriptor {
 /// `CUDA_ARRAY3D_SPARSE` and `CUDA_ARRAY3D_DEFERRED_MAPPING`: such an array has no memory until some is mapped.
 const WITHOUT_MEMORY: c_uint = 0x40 | 0x80;
 
-/// The bytes of an array's elements, without what the device adds. A height or depth of 0 is that of a lower dimension.
+/// Returns the bytes of an array's elements, without padding of the device. A height or depth of 0 means a lower dimension.
 fn array_bytes(sides: [usize; 3], format: c_int, channels: c_uint) -> usize {
     // `CUarray_format`: of 8, 16 and 32 bits, without and with a sign; half and float. Others are compressed or planar.
     let bytes = match format {
@@ -308,14 +308,14 @@ create_array!(cuArray3DCreate_v2, Array3dDescriptor, |wanted| {
 pub unsafe extern "C" fn cuArrayDestroy(array: Pointer) -> c_int {
     runtime::caught(|| {
         if let Some(member) = runtime::member() {
-            // Before the driver lets the value go, which may be another array's immediately.
+            // This comes before the driver frees the value, which another array may get immediately.
             member.pool().natives().freed(DeviceAddress(array.addr() as u64));
         }
         call_driver!(cuArrayDestroy(array))
     })
 }
 
-/// Goes in for managed memory that is to move: to a device it waits, as new memory does.
+/// Passes the gate for a move of managed memory. A move to a device waits, as new memory does.
 fn pass_prefetch(is_to_device: bool) -> Option<Pass<'static>> {
     let passage = if is_to_device { Passage::Use } else { Passage::GiveUp };
     runtime::member().map(|member| member.gate().pass(passage))

@@ -46,7 +46,7 @@ pub(crate) fn settle(member: &Member, address: DeviceAddress) -> DriverCode {
     }
 }
 
-/// Waits for the work that may use paged memory of `device`, which may be that of any of its contexts.
+/// Waits for the work that may use paged memory of `device`. It may be work of any of its contexts.
 fn settle_paged(device: DeviceOrdinal) -> DriverCode {
     let is_alone = contexts::own().is_empty() && contexts::current_device() == Ok(device);
     if is_alone { DriverCode(settle_here()) } else { settle_device(device) }
@@ -77,11 +77,11 @@ fn settle_here() -> c_int {
     settle_beside_captures()
 }
 
-/// Waits for the work of the current context by a free of the driver's own, where a stream of the context may be under
-/// capture: a wait for a context spoils all captures in it, in any mode and by any thread. A free waits too, and the driver
-/// lets it pass for just those threads that it lets pass with the requested free.
+/// Waits for the work of the current context by a free of the driver's memory, if a stream of the context may be under capture. A
+/// wait for a context spoils all captures in it, in any mode and by any thread. A free waits too, and the driver allows it on
+/// exactly the threads on which it would allow the requested free.
 fn settle_beside_captures() -> c_int {
-    // A size that the driver maps by itself, and one that finds a place in what it has.
+    // The first size gets a mapping of its own, and the second fits into memory that the driver has already.
     for bytes in [2_usize << 20, 1] {
         let mut probe: Address = 0;
         let made = call_driver!(cuMemAlloc_v2(&raw mut probe, bytes));
@@ -91,7 +91,7 @@ fn settle_beside_captures() -> c_int {
             code => return code.0,
         }
     }
-    // Memory is so short that the free counts for more than the capture.
+    // Memory is so short that the free is more important than the capture.
     call_driver!(cuCtxSynchronize())
 }
 
@@ -143,7 +143,7 @@ unsafe extern "C" fn mem_alloc(
                 member.pool().natives().allocated(made, native);
                 return Answer::Done(());
             }
-            // Its work is waited for by pauses and frees from now on.
+            // From now on, pauses and frees wait for the work of this context.
             let context = contexts::listed_current();
             let paged = runtime::WINDOWS.allocate(member, device, size as u64, library);
             if let Some(paged) = paged {
@@ -180,11 +180,11 @@ macro_rules! free_async {
             answered(
                 runtime::member,
                 |member| {
-                    // A graph frees what its own nodes have made, and that is no block.
+                    // A graph frees memory that its own nodes have created, which is no block.
                     let capture = capture_of(stream_value(stream, stringify!($symbol)));
                     let (paged, place) = (&runtime::WINDOWS, DeviceAddress(address));
                     if paged.has(place) {
-                        // It waits, as the caller could itself: its addresses may be others' next.
+                        // It waits, as the caller itself could, because others may get the addresses next.
                         let waited = capture.is_none().then(|| {
                             let (pool, wait) = (member.pool(), || call_driver!($wait(stream => Pointer)));
                             let _asking = pool.door().pass();
@@ -203,7 +203,7 @@ macro_rules! free_async {
                     })
                 },
                 || {
-                    // Memory of the driver's, which may be given up while all of the pool's is away.
+                    // This is memory of the driver, which may be freed while all of the pool's memory is paused.
                     let _pass = runtime::member().map(|member| member.gate().pass(Passage::GiveUp));
                     call_driver!($symbol(address, stream))
                 },
@@ -216,7 +216,7 @@ free_async!(cuMemFreeAsync, cuLaunchHostFunc, cuStreamSynchronize);
 free_async!(cuMemFreeAsync_ptsz, cuLaunchHostFunc_ptsz, cuStreamSynchronize_ptsz);
 
 instead! {
-    /// A handle by which another process can open plain memory.
+    /// Writes a handle by which another process can open plain memory.
     cuIpcGetMemHandle(handle: *mut [u8; ipc::HANDLE_BYTES], address: Address), unless handle.is_null(),
     by |member| ipc::handle_of(member, DeviceAddress(address)).map(|made| write_out!(handle, made))
 }
@@ -226,10 +226,10 @@ instead! {
 #[repr(C)]
 pub struct IpcHandle([u8; ipc::HANDLE_BYTES]);
 
-/// Memory that this process has open by handles of the driver's own, and how often.
+/// Memory that this process has open by the driver's own handles, and how often.
 static OPENED_BY_DRIVER: Mutex<BTreeMap<Address, usize>> = Mutex::new(BTreeMap::new());
 
-/// Why the driver could not bring this process back from a deep pause. Driver 580: its restore fails with
+/// Returns why the driver could not restore this process from a deep pause. Driver 580: its restore fails with
 /// `CUDA_ERROR_INVALID_VALUE` while such memory is open.
 pub(crate) fn unfreezable() -> Option<String> {
     let count = lock(&OPENED_BY_DRIVER).len();
@@ -313,7 +313,7 @@ pub unsafe extern "C" fn cuIpcCloseMemHandle(address: Address) -> c_int {
     )
 }
 
-/// A handle by which a network card reaches memory: its pages must then stay.
+/// Writes a handle by which a network card reaches memory. The memory's pages must stay from then on.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn cuMemGetHandleForAddressRange(
     flags: c_ulonglong,
 ) -> c_int {
     let driver = || call_driver!(cuMemGetHandleForAddressRange(handle, start, size, kind, flags));
-    // Paged memory comes first, and cannot leave before it is known to stay.
+    // Paged memory is first moved to the device, and cannot leave before it is known to stay.
     let named = [range(start, size)];
     let names = Names::Ranges(&named);
     let _here = match look_at("cuMemGetHandleForAddressRange", names, std::ptr::null_mut()) {

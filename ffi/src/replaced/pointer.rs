@@ -1,4 +1,4 @@
-//! Questions about addresses.
+//! The functions that query addresses.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -14,7 +14,7 @@ use crate::contexts;
 use crate::driver::call_driver;
 use crate::runtime::{self, Member, answered};
 
-/// Writes the value of an attribute where the caller wants it.
+/// Writes the value of an attribute to the caller's place.
 fn write(data: *mut c_void, value: Value) {
     match value {
         // SAFETY: the caller's place for a value of this attribute, checked not to be null.
@@ -32,7 +32,7 @@ fn of_paged(attribute: c_int, address: DeviceAddress) -> Option<Value> {
     pointers::of_paged(range, attribute)
 }
 
-/// Returns the answer about memory that is away: for a paged region as a whole, or else the ledger's.
+/// Returns the answer about paused memory: for a paged region as a whole, or else from the ledger.
 fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
     if let Some(value) = of_paged(attribute, DeviceAddress(address)) {
         return Said::Value(value);
@@ -40,7 +40,7 @@ fn said(facts: &Facts, attribute: c_int, address: Address) -> Said {
     pointers::said(facts, attribute, DeviceAddress(address), || contexts::current_device().ok())
 }
 
-/// Facts about a pointer.
+/// Returns an attribute of a pointer.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn cuPointerGetAttribute(
     answered(runtime::member, |member| answer(asked(member)), driver)
 }
 
-/// Several facts about a pointer.
+/// Returns several attributes of a pointer.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
             if places.iter().any(|place| place.is_null()) {
                 return None;
             }
-            // Of an address whose memory is not there the driver writes what it has, and zeros.
+            // For an address without memory, the driver writes what it knows, and zeros.
             DriverCode(driver()).ok().ok()?;
             for (place, attribute) in places.iter().zip(wanted) {
                 match said(facts, *attribute, address) {
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn cuPointerGetAttributes(
     answered(runtime::member, |member| answer(asked(member)), driver)
 }
 
-/// Rights to an address.
+/// Returns the access rights to an address.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn cuMemGetAccess(
             write_out!(flags, pointers::rights(&facts.access, *place));
             Some(DriverCode::SUCCESS)
         };
-        // The driver knows those of the slab.
+        // The driver knows the rights of the whole slab.
         let here = |asked: DeviceAddress| {
             let code = at(asked.0);
             let part = member.pool().front().seen_at(asked).and_then(|seen| seen.part);
@@ -171,7 +171,7 @@ pub unsafe extern "C" fn cuMemGetAccess(
     answered(runtime::member, |member| answer(asked(member)), driver)
 }
 
-/// Base and size of the allocation at an address.
+/// Returns the base and the size of the allocation at an address.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -208,7 +208,7 @@ fn answer(code: DriverCode) -> Answer<()> {
     }
 }
 
-/// Says of a block, and of paged memory, what the driver would say of the plain memory that it stands for.
+/// Corrects the answer about a block or paged memory to the driver's answer about plain memory.
 fn correct(member: &Member, data: *mut c_void, attribute: c_int, address: DeviceAddress) {
     let paged = of_paged(attribute, address);
     if let Some(value) = paged.or_else(|| pointers::correction(member, attribute, address))

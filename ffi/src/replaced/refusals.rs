@@ -1,7 +1,7 @@
-//! Copies, fills and waits for values whose memory is away by tag.
+//! Copies, fills and waits for values whose memory is paused by tag.
 //!
-//! The driver finds nothing mapped there, and the context of the process would be lost with that call. So the call is refused
-//! before the driver has it, with a code that the CUDA runtime hands out and forgets. Kernels are not looked at.
+//! The driver would find no mapping there, and such a call would destroy the context of the process. So the call is refused
+//! before the driver gets it, with a code that the CUDA runtime returns once and does not keep. Kernels are not checked.
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -15,21 +15,21 @@ use super::graph::capture_of;
 use crate::look::{self, Names};
 use crate::runtime::Member;
 
-/// Tags that a note was made of: one is enough. A leaf.
+/// Tags for which a note was made: one note for each is enough. A leaf.
 static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Memory paused by tag that a call names for this stream. It stays so while the caller is inside the gate.
+/// Returns the memory paused by tag that a call names for this stream. It stays paused while the caller is inside the gate.
 pub(crate) fn away_in(member: &Member, names: Names<'_>, stream: usize) -> Option<AwayByTag> {
     let mut found = None;
     look::each_range(names, |range| {
         found = found.take().or_else(|| member.pool().holdings().away_by_tag(range));
     });
-    // What is captured touches nothing yet.
+    // A captured call touches no memory yet.
     found.filter(|_| capture_of(stream).is_none())
 }
 
-/// The answer of the call `symbol`, which names the paused memory `away`. The first of a tag is noted, outside of the
-/// gate.
+/// Returns the code for the call `symbol`, which names the paused memory `away`. The first refusal of a tag is noted, outside of
+/// the gate.
 #[cold]
 pub(crate) fn refuse(member: &Member, symbol: &'static str, away: &AwayByTag) -> c_int {
     let AwayByTag { tag, range, device } = away;

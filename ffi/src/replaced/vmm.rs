@@ -1,4 +1,4 @@
-//! The virtual memory family.
+//! The driver's functions for virtual memory.
 
 #![expect(unsafe_code, reason = "exports functions under the driver's names and calls the driver")]
 
@@ -18,8 +18,9 @@ use crate::driver::call_driver;
 use crate::runtime::{self, Member, answered, class_of_caller, maker_of};
 use crate::saver;
 
-/// The driver knows no flags of these calls yet, and refuses all. `Done` is a call without any. One with flags about a
-/// `handle` of ours is refused as the driver would, which must not see the handle; any other is the driver's to judge.
+/// Checks the flags of a call. The driver knows no flags of these calls yet, and refuses all. A call without flags is `Done`. A
+/// call with flags about Sublet's `handle` is refused as the driver would, which must not see the handle. The driver judges any
+/// other call.
 fn without_flags(member: &Member, handle: Option<Handle>, flags: c_ulonglong) -> Answer<()> {
     match (flags, handle) {
         (0, _) => Answer::Done(()),
@@ -68,9 +69,9 @@ unsafe extern "C" fn mem_create(
     )
 }
 
-/// A network card holds whole allocations that memory registered with it lies in, and so do copies of their contents stay on the device. With a card open, NCCL's
-/// memory stands alone from here on, so that what is registered keeps nothing else. Memory that is made within milliseconds of the card's opening may be a
-/// part of a larger allocation still, which then stays whole.
+/// Keeps NCCL's memory out of slabs once a network card is open. A card holds the whole allocation that contains registered
+/// memory, and its contents stay on the device. With separate allocations, registered memory keeps no other memory in place.
+/// Memory that is created within milliseconds of the card's opening may still be a part of a slab, which then stays whole.
 fn spare_slabs_from_cards() {
     static LOOKS: Looks = Looks::new();
     let Some(open) = LOOKS.open_in(Path::new(device_files::OWN_DESCRIPTORS)) else { return };
@@ -89,7 +90,7 @@ instead! {
     /// Maps a handle.
     cuMemMap(start: Address, size: usize, offset: usize, handle: Handle, flags: c_ulonglong),
     by |member| {
-        // Its work may use the memory.
+        // The work of the current context may use the memory.
         let _listed = contexts::listed_current();
         without_flags(member, Some(handle), flags)
             .and_then(|()| vmm::map(member, range(start, size), offset as u64, handle))
@@ -138,10 +139,10 @@ instead! {
     by |member| vmm::address_free(member, range(start, size))
 }
 
-/// More places than any machine has, devices and parts of the host.
+/// A number above the places of any machine: devices and parts of the host.
 const PLACES_MAX: usize = 4096;
 
-/// Sets who may reach a range.
+/// Sets the devices that may reach a range.
 ///
 /// # Safety
 /// As the driver's function of this name.
@@ -214,7 +215,7 @@ unsafe extern "C" fn mem_import(
 }
 
 instead! {
-    /// The handle of what is mapped at an address.
+    /// Returns the handle of the memory that is mapped at an address.
     cuMemRetainAllocationHandle(handle: *mut Handle, address: *mut c_void), unless handle.is_null(),
     by |member| {
         let address = DeviceAddress(address.addr() as u64);
@@ -223,7 +224,7 @@ instead! {
 }
 
 instead! {
-    /// The properties that a handle was created with.
+    /// Returns the properties with which a handle was created.
     cuMemGetAllocationPropertiesFromHandle(prop: *mut AllocationProp, handle: Handle),
     unless prop.is_null(),
     by |member| vmm::properties(member, handle).map(|value| write_out!(prop, value))

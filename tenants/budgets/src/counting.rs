@@ -1,9 +1,9 @@
-//! This process's part in what its tenant holds on each GPU, and may.
+//! This process's part of its tenant's memory on each GPU, counted against the tenant's budget.
 //!
-//! Memory that is away does not count. A whole resume takes its room whether it fits or not, for it was within the
-//! budget when it left. A resume by tag is refused if it does not fit. Imports count at their owner. Counting begins at
-//! joining, if budgets are given or others count, or when `sublet budget` asks. When counting begins, the memory that
-//! is there already is charged.
+//! Memory that a pause has released does not count. A whole resume is charged even if it does not fit, because it was within the
+//! budget before the pause. A resume by tag is refused if it does not fit. Imports count for their owner. Counting begins when
+//! the process joins, if budgets are given or other processes count, or by a request of `sublet budget`. The memory that exists
+//! then is charged.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,11 +30,11 @@ struct Share {
     tenant: TenantName,
     /// The slot where the memory is counted. It changes when the file has been removed. A leaf, held for moments.
     seat: RwLock<Seat>,
-    /// Bytes that this process holds of each device that is counted. It says them in the next file.
+    /// Bytes that this process holds on each counted device. If the file is replaced, they are copied into the next one.
     held: Vec<AtomicU64>,
-    /// The turn among threads that take memory, since one slot asks for one thing at a time. A leaf, held for moments.
+    /// Serializes the threads that take memory, because a slot requests one size at a time. A leaf, held for moments.
     turn: Mutex<()>,
-    /// Devices on which something was refused, as bits.
+    /// Devices on which a refusal was reported, as bits.
     said: AtomicU64,
 }
 
@@ -43,7 +43,7 @@ struct Share {
 struct Seat {
     file: BudgetFile,
     slot: usize,
-    /// The place where each device of this process is counted, by its ordinal.
+    /// The place in the file of each device of this process, by its ordinal.
     places: Vec<Option<usize>>,
 }
 
@@ -52,7 +52,7 @@ impl Seat {
         self.places.get(device).copied().flatten()
     }
 
-    /// The count of all; none where somebody has made the file shorter, until there is another one.
+    /// Returns the count of all processes. None if somebody has shortened the file, until there is another one.
     fn shared(&self) -> Option<&Shared> {
         self.file.is_whole().then(|| self.file.shared())
     }
@@ -63,12 +63,12 @@ impl Share {
         self.seat.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Is the file where processes look for it that join?
+    /// Is the file still where joining processes look for it?
     fn is_named(&self) -> bool {
         self.seat().file.is_named()
     }
 
-    /// Takes another seat, in a file that has come in the place of the one before.
+    /// Takes another seat, in a file that has replaced the one before.
     fn move_to(&self, seat: Seat) {
         let mut present = self.seat.write().unwrap_or_else(PoisonError::into_inner);
         for (held, to) in self.held.iter().zip(&seat.places) {
@@ -86,7 +86,7 @@ impl Share {
         Entry(index)
     }
 
-    /// Says once for each GPU what was refused.
+    /// Reports a refusal, once for each GPU.
     fn say(&self, device: DeviceOrdinal, asked_bytes: u64, over: OverBudget) {
         let bit = 1_u64 << (device.0 % 64);
         if self.said.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
@@ -102,7 +102,7 @@ impl Share {
     }
 }
 
-/// The place of a device is the device itself, since it is counted in another file when the tenant's has been removed.
+/// Returns the index of a device, which is its ordinal. A place in the file would not do: the file may be replaced.
 fn index_of(device: DeviceOrdinal) -> Option<usize> {
     usize::try_from(device.0).ok()
 }
@@ -154,7 +154,7 @@ impl Account for Share {
     }
 }
 
-/// The place of each of `gpus` in a file.
+/// Returns the place of each of `gpus` in a file.
 fn places_in(file: &BudgetFile, gpus: &[Option<Gpu>]) -> Result<Vec<Option<usize>>, RunDirError> {
     let known: Vec<Gpu> = gpus.iter().flatten().copied().collect();
     let mut places = file.places(&known)?.into_iter();
@@ -162,13 +162,13 @@ fn places_in(file: &BudgetFile, gpus: &[Option<Gpu>]) -> Result<Vec<Option<usize
     Ok(gpus.iter().map(place).collect())
 }
 
-/// Is there a file in `run_dir` by which processes of `tenant` count what they hold? It may be dead ones'.
+/// Is there a file in `run_dir` in which processes of `tenant` count their memory? It may be of dead processes.
 pub fn may_count(run_dir: &Path, tenant: &TenantName) -> bool {
     run_dir.join(tenant.as_str()).join(COUNTS_NAME).exists()
 }
 
-/// The tenant's figure for a GPU, by what `pool` counts against: what it may hold, and what it holds. None where nothing counts, or
-/// the process does not see that GPU. Asks the driver for its devices' identities.
+/// Returns the tenant's figure for a GPU, from the account of `pool`: the budget and the held bytes. None if nothing counts, or
+/// the process does not see that GPU. Queries the driver for the identities of its devices.
 pub fn figure_of<D: Driver>(pool: &Pool<D>, uuid: DeviceUuid) -> Option<Figure> {
     if !pool.budget().counts() {
         return None;
@@ -179,11 +179,11 @@ pub fn figure_of<D: Driver>(pool: &Pool<D>, uuid: DeviceUuid) -> Option<Figure> 
     pool.budget().figure(device)
 }
 
-/// The function that tells the number of a device on this machine, where that is known.
+/// A function that returns the number of a device on this machine, if it is known.
 type GpuIndex = fn(DeviceOrdinal, Option<PciAddress>) -> Option<u32>;
 
-/// This process's share of the tenant's budgets, if it counts. Its lock is held while it begins to count, which waits for
-/// other processes.
+/// This process's share of the tenant's budgets, if it counts. The lock is held while counting begins, which waits for other
+/// processes.
 #[derive(Debug)]
 pub struct Counts {
     budgets: Option<Budgets>,
@@ -193,7 +193,7 @@ pub struct Counts {
 }
 
 impl Counting for Counts {
-    /// Counts from its first allocation on, where budgets are given or others of its tenant count.
+    /// Begins to count at the first allocation, if budgets are given or other processes of the tenant count.
     fn begin(&self, process: &dyn Counted) {
         match self.count(process) {
             Ok(true) => self.note_other_budgets(process),
@@ -233,8 +233,8 @@ fn others_count(process: &dyn Counted) -> bool {
 }
 
 impl Counts {
-    /// Of one process, which has them in its [`sublet_member::MemberConfig`]: with `budgets` where it is the first to count. What
-    /// `device_bytes` says, all memory of a device in bytes or 0, is asked once a device, when counting begins.
+    /// Creates the counts of one process, for its [`sublet_member::MemberConfig`]. `budgets` apply if it is the first to count.
+    /// `device_bytes` returns the total bytes of a device, or 0. It is called once for each device, when counting begins.
     pub fn of(
         budgets: Option<Budgets>,
         gpu_index: GpuIndex,
@@ -243,8 +243,8 @@ impl Counts {
         Arc::new(Self { budgets, gpu_index, device_bytes, share: Mutex::default() })
     }
 
-    /// Counts what this process holds, from now on and for good, where anybody of its tenant does. Says whether it does.
-    /// Asks the driver, with no lock held, where it has a place to take; waits for other processes for moments.
+    /// Begins to count this process's memory, for good, if any process of its tenant counts. Returns whether it counts. If it
+    /// needs a place in the file, it queries the driver, with no lock held, and waits briefly for other processes.
     fn count(&self, process: &dyn Counted) -> Result<bool, RunDirError> {
         let budgets = self.budgets.as_ref();
         let has_place = lock(&self.share).as_ref().map(|share| share.is_named());
@@ -276,8 +276,8 @@ impl Counts {
         Ok(present.is_some())
     }
 
-    /// Somebody has removed the file in which this process counts, or made it shorter: those that join would not find it, nor would a
-    /// command that changes budgets. What is not there any more says no budgets; those that this process was started with count then.
+    /// Counts in a new file, because somebody has removed or shortened the old one. Joining processes would not find the old
+    /// file, nor would a command that changes budgets. If the budgets are lost, those from this process's start apply.
     fn count_again(
         &self,
         process: &dyn Counted,
@@ -290,7 +290,7 @@ impl Counts {
             return Ok(());
         };
         if file.budgets()?.is_empty() {
-            // The process that made it knew of none.
+            // The process that created the file knew no budgets.
             file.change(&budgets)?;
         }
         let places = places_in(&file, gpus)?;
@@ -302,7 +302,7 @@ impl Counts {
         Ok(())
     }
 
-    /// The devices of this process, by their ordinals, as far as the driver says which they are.
+    /// Returns the devices of this process, by ordinal, as far as the driver identifies them.
     fn gpus(&self, process: &dyn Counted) -> Vec<Option<Gpu>> {
         let figure = Figure { budget_bytes: None, held_bytes: 0 };
         let gpu = |(device, known): (DeviceOrdinal, Option<_>)| {
@@ -314,7 +314,8 @@ impl Counts {
         (0..).map(DeviceOrdinal).zip(process.gpus()).map(gpu).collect()
     }
 
-    /// The tenant's budgets are those of its first process, or what they were changed to since.
+    /// Adds a note if this process was given other budgets than its tenant has. Those of the first process apply, or their later
+    /// changes.
     fn note_other_budgets(&self, process: &dyn Counted) {
         let Some(wanted) = &self.budgets else { return };
         let file = BudgetFile::existing(process.presence().dir()).ok().flatten();

@@ -1,7 +1,7 @@
-//! The file in which a tenant's processes count what they hold together, against the tenant's budgets.
+//! The file in which a tenant's processes count their memory together, against the tenant's budgets.
 //!
-//! `<tenant>/budget` is mapped by all of them ([`Shared`]), and lives as long as one of them does. Its bytes are locked one
-//! by one, for each opening of the file by itself, which the kernel lets go when a process ends, however:
+//! All of them map `<tenant>/budget` ([`Shared`]). The file lives as long as one of them. Single bytes of it are locked,
+//! separately for each opening of the file. The kernel releases these locks when a process ends in any way:
 //!
 //! | byte | who locks it |
 //! | --- | --- |
@@ -27,7 +27,7 @@ use super::shared::{Gpu, Shared};
 const EDITOR: i64 = 1;
 const FIRST_SLOT: i64 = 2;
 
-/// The opened file, mapped. It keeps its slot, where it has one, until it is dropped or the process ends.
+/// The opened, mapped file. It keeps its slot, if it has one, until it is dropped or the process ends.
 #[derive(Debug)]
 pub(crate) struct BudgetFile {
     file: Uninherited<File>,
@@ -44,8 +44,8 @@ fn byte_of(slot: usize) -> i64 {
     FIRST_SLOT + i64::try_from(slot).unwrap_or_default()
 }
 
-/// All zeros, with space on the disk for all, so that writing to the mapping cannot find it full. Never shorter on the way:
-/// somebody may still have it mapped.
+/// Fills the file with zeros, and allocates all its disk space, so that a write to the mapping cannot find the disk full. The
+/// file is never shortened: another process may have it mapped.
 fn wipe(file: &File) -> io::Result<()> {
     check_file_length(Shared::BYTES as u64)?;
     file.write_all_at(&vec![0; Shared::BYTES], 0)
@@ -75,7 +75,7 @@ fn write_budgets(file: &File, budgets: &Budgets) -> io::Result<()> {
 }
 
 impl BudgetFile {
-    /// The file of a tenant which a process, or a command that changes its budgets, has open; `None` where there is none.
+    /// Opens the file of a tenant, if a process or a command that changes budgets has it open; else `None`.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -97,8 +97,8 @@ impl BudgetFile {
         Ok(shared.map(|shared| Self { file: file.into(), path, shared }))
     }
 
-    /// For a process: the tenant's file with a slot in it. What dead processes have left of it is begun again, with
-    /// `budgets`; `None` where nobody counts and nothing is said. Blocks for moments.
+    /// Opens the tenant's file for a process, with a slot in it. A file that dead processes have left is begun again with
+    /// `budgets`. `None` if no process counts and no budgets are given. Blocks for moments.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -108,7 +108,7 @@ impl BudgetFile {
     ) -> Result<Option<(Self, usize)>, RunDirError> {
         Self::open_with(dir, budgets, |file, shared| {
             for slot in 0..Shared::SLOTS_MAX {
-                // It stays locked for as long as the file is open.
+                // The slot stays locked for as long as the file is open.
                 if lock(file, byte_of(slot), libc::F_WRLCK).is_ok() {
                     shared.open_slot(slot);
                     return Ok(slot);
@@ -118,10 +118,11 @@ impl BudgetFile {
         })
     }
 
-    /// For a command that changes budgets of a tenant that runs. Until it is dropped the file is not taken for left behind.
+    /// Opens the file for a command that changes budgets of a running tenant. Until the result is dropped, the file does not
+    /// count as left behind.
     ///
     /// # Errors
-    /// [`RunDirError::Io`]; `WouldBlock` inside where another one does so.
+    /// [`RunDirError::Io`], with `WouldBlock` inside if another command does so.
     pub(crate) fn edit(dir: &TenantDir) -> Result<Self, RunDirError> {
         let none = Budgets::default();
         let opened = Self::open_with(dir, Some(&none), |file, _| {
@@ -132,7 +133,7 @@ impl BudgetFile {
         opened.map(|(file, ())| file).ok_or_else(gone)
     }
 
-    /// Opens the file, makes it where need be, and does `take` with the table locked.
+    /// Opens the file, creates it if need be, and calls `take` with the table locked.
     fn open_with<T>(
         dir: &TenantDir,
         budgets: Option<&Budgets>,
@@ -149,7 +150,8 @@ impl BudgetFile {
             };
             let opened = || -> io::Result<Option<(Shared, T)>> {
                 let _table = StretchLock::take(&file, CHANGING)?;
-                // A forked child keeps the mapping, and with it the opening that is mapped; the locks of slots are of the other one.
+                // A forked child keeps the mapping, and so the opening that is mapped. The locks of slots belong to the other
+                // opening.
                 let mapped = open_if_there(&path).map_err(io::Error::other)?;
                 let Some(mapped) = mapped.filter(|mapped| is_same(&file, mapped.metadata())) else {
                     return Ok(None);
@@ -176,13 +178,13 @@ impl BudgetFile {
         }
     }
 
-    /// Is it the file that those find who look for it now? One that was made shorter is removed, so that all take another one.
+    /// Is it the file that processes find now? A shortened file is removed, so that all processes use another one.
     pub(crate) fn is_named(&self) -> bool {
         let is_named = is_still_named(&self.file, &self.path);
         is_named && (self.is_whole() || std::fs::remove_file(&self.path).is_err())
     }
 
-    /// Has it all its bytes? Touching what is not there any more would end this process.
+    /// Does it have all its bytes? An access beyond its end would kill this process.
     pub(crate) fn is_whole(&self) -> bool {
         self.file.metadata().is_ok_and(|found| found.len() >= Shared::BYTES as u64)
     }
@@ -192,7 +194,7 @@ impl BudgetFile {
         &self.shared
     }
 
-    /// The places of `gpus`, which get the tenant's budgets where they have none yet. Blocks for moments.
+    /// Returns the places of `gpus`. New GPUs get the tenant's budgets. Blocks for moments.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -212,7 +214,7 @@ impl BudgetFile {
         places().map_err(io_error("use", &self.path))
     }
 
-    /// The tenant's budgets.
+    /// Returns the tenant's budgets.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -239,10 +241,10 @@ impl BudgetFile {
         change().map_err(io_error("writing", &self.path))
     }
 
-    /// Forgets what processes hold that have ended; `own` is the slot of this process. Waits for nothing.
+    /// Clears the slots of processes that have ended; `own` is the slot of this process. Does not block.
     pub(crate) fn forget_dead(&self, own: Option<usize>) {
         for slot in (0..self.shared.slots_used()).filter(|slot| Some(*slot) != own) {
-            // While the byte is locked here nobody takes the slot again.
+            // While the byte is locked here, no process takes the slot.
             if self.shared.is_slot_used(slot)
                 && lock(&self.file, byte_of(slot), libc::F_WRLCK).is_ok()
             {

@@ -8,8 +8,8 @@ use vmm_pool::driver::PciAddress;
 /// The directory in which the driver lists the GPUs of this machine, or of this container.
 pub const NODE_GPUS: &str = "/proc/driver/nvidia/gpus";
 
-/// The directories in `list` ([`NODE_GPUS`]), a GPU each and named by its PCI address, in the order in which `nvidia-smi`
-/// numbers them: that of the addresses. Empty where the driver lists none.
+/// Returns the directories in `list` ([`NODE_GPUS`]), one for each GPU, named by PCI address. They are in the order of
+/// `nvidia-smi`'s numbers, which is that of the addresses. Empty if the driver lists none.
 pub fn places(list: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(list) else {
         return Vec::new();
@@ -21,15 +21,15 @@ pub fn places(list: &Path) -> Vec<String> {
     names
 }
 
-/// The number of the GPU at `address`. `None` where the driver lists none, or not this one.
+/// Returns the number of the GPU at `address`. `None` if the driver does not list it.
 pub fn index_of(list: &Path, address: PciAddress) -> Option<u32> {
     let wanted = address.to_string();
     let place = places(list).iter().position(|name| name.eq_ignore_ascii_case(&wanted))?;
     u32::try_from(place).ok()
 }
 
-/// The number behind `CUDA_VISIBLE_DEVICES` (`visible`) of the device that a process knows as `ordinal`, where the machine
-/// does not list its GPUs. `None` where identities are named there.
+/// Returns the number, by `CUDA_VISIBLE_DEVICES` (`visible`), of the device that a process knows as `ordinal`. For machines that
+/// do not list their GPUs. `None` if `visible` has identities.
 pub fn index_behind(visible: Option<&str>, ordinal: u32) -> Option<u32> {
     let Some(visible) = visible else {
         return Some(ordinal);

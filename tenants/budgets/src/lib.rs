@@ -1,4 +1,4 @@
-//! Budgets: how much device memory a tenant may hold on which GPU, and the count of what all its processes hold together.
+//! Budgets: the device memory that a tenant may hold on each GPU, and the count of the memory of all its processes.
 //!
 //! ```text
 //!   text      budgets as people write them      gpus    the numbers of this machine's GPUs
@@ -7,7 +7,7 @@
 //!   report    budgets asked and changed, while processes run
 //! ```
 //!
-//! It takes no part in pauses and resumes.
+//! This crate takes no part in pauses and resumes.
 
 mod counting;
 mod file;

@@ -1,5 +1,5 @@
-//! A tenant's budget and held memory on each GPU. Both are asked, and the budget is changed, while its processes run, with no lock of
-//! pauses and resumes.
+//! A tenant's budget and held memory on each GPU. Queries, and changes of the budget, work while its processes run, without the
+//! lock of pauses and resumes.
 
 use serde::{Serialize, Serializer};
 use sublet_coordinator::{
@@ -39,13 +39,13 @@ fn as_text<S: Serializer>(budgets: &Budgets, serializer: S) -> Result<S::Ok, S::
 }
 
 impl BudgetReport {
-    /// Of a tenant that nobody counts in.
+    /// Returns the report of a tenant in which no process counts.
     pub fn none(tenant: &TenantName) -> Self {
         let (budgets, gpus) = (Budgets::default(), Vec::new());
         Self { tenant: tenant.to_string(), budgets, gpus, failures: Vec::new() }
     }
 
-    /// Returns what the tenant may hold of a GPU, and what it holds; also of a GPU that no process of it has.
+    /// Returns the tenant's budget and held bytes for a GPU, also for a GPU that none of its processes has.
     pub fn figure(&self, uuid: DeviceUuid, index: Option<u32>) -> Figure {
         let known = self.gpus.iter().find(|gpu| gpu.uuid == uuid);
         known.map_or_else(
@@ -73,18 +73,18 @@ fn of_file(file: &BudgetFile) -> Vec<GpuBudget> {
     gpus
 }
 
-/// Adds the GPUs to the figures of a tenant whose memory is counted; none where nobody counts.
+/// Adds the budgets of GPUs to the figures of a tenant; none if no process counts.
 ///
 /// # Errors
 /// [`Trouble::RunDir`].
 pub fn with_budgets(tenant: &Coordinator, mut stats: TenantStats) -> Result<TenantStats, Trouble> {
-    // One that ends meanwhile counts no more.
+    // A tenant that ends meanwhile has no budgets.
     let file = tenant.dir().map_or(Ok(None), |dir| BudgetFile::existing(&dir))?;
     stats.budgets = file.map_or_else(Vec::new, |file| of_file(&file));
     Ok(stats)
 }
 
-/// The budgets of a tenant as they are; `None` where no process of it counts. Asks no process.
+/// Returns the present budgets of a tenant; `None` if none of its processes counts. Contacts no process.
 ///
 /// # Errors
 /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
@@ -95,12 +95,12 @@ pub fn budgets(tenant: &Coordinator) -> Result<Option<BudgetReport>, Trouble> {
     report(tenant, &file, Vec::new()).map(Some)
 }
 
-/// Changes the budgets of a tenant for all its processes. Those that did not count what they hold begin to. Nothing is
-/// taken from anybody: where more is held than may be, new allocations fail until it fits.
+/// Changes the budgets of a tenant for all its processes. Processes that did not count begin to. No memory is freed: above the
+/// budget, new allocations fail until the held memory fits.
 ///
 /// # Errors
 /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`]. Processes that
-/// do not answer are listed, and no error.
+/// do not answer are listed in the report; they are no error.
 pub fn change(tenant: &Coordinator, changes: &Budgets) -> Result<BudgetReport, Trouble> {
     let dir = tenant.dir()?;
     // A tenant without a process gets no file.

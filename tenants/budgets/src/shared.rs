@@ -9,7 +9,7 @@
 //! 8192              for each GPU all slots, 16 bytes each
 //! ```
 //!
-//! The file is the caller's: nothing here has a name for it, locks it, or says which slot is whose.
+//! The file belongs to the caller: this module does not name it, lock it, or assign slots.
 
 #![expect(unsafe_code, reason = "reads and writes memory that other processes share")]
 
@@ -25,7 +25,7 @@ use vmm_pool::driver::DeviceUuid;
 
 use super::slots::{self, Full, Slot};
 
-/// GPUs that one tenant can have budgets for.
+/// The most GPUs for which a tenant can have budgets.
 pub(crate) const GPUS_MAX: usize = 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"sublet\x01b");
@@ -40,29 +40,29 @@ const NO_BUDGET: u64 = u64::MAX;
 /// A GPU that some process of the tenant has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gpu {
-    /// Its identity, as the driver gives it.
+    /// Its identity, from the driver.
     pub(crate) uuid: DeviceUuid,
-    /// Its number on this machine, where that is known.
+    /// Its number on this machine, if it is known.
     pub(crate) index: Option<u32>,
-    /// All of its memory, in bytes; 0 where that is not known.
+    /// Its total memory, in bytes; 0 if it is not known.
     pub(crate) total_bytes: u64,
     /// The budget of the tenant on this GPU, and the amount it holds there.
     pub(crate) figure: Figure,
 }
 
-/// The mapped file. Every access is atomic, so that nothing another process writes there can be a fault here.
+/// The mapped file. Every access is atomic, so no write of another process can cause a data race here.
 #[derive(Debug)]
 pub(crate) struct Shared {
     map: MmapRaw,
 }
 
 impl Shared {
-    /// Slots, and thus processes, of one tenant.
+    /// The most slots, and so processes, of one tenant.
     pub(crate) const SLOTS_MAX: usize = 1024;
     /// The part of the file that is left to the caller: offset and size in bytes.
     pub(crate) const CALLERS: (u64, usize) = (4096, 4096);
-    /// The size that the file must have, in bytes. Its disk must hold all of it: a write to a page that has no place
-    /// there ends the process.
+    /// The size that the file must have, in bytes. All of it must have disk space: a write to a page without disk space kills the
+    /// process.
     pub(crate) const BYTES: usize = SLOTS_AT + GPUS_MAX * Self::SLOTS_MAX * size_of::<Slot>();
 
     /// Maps `file`.
@@ -76,12 +76,12 @@ impl Shared {
         Ok(Self { map: memmap2::MmapOptions::new().len(Self::BYTES).map_raw(file)? })
     }
 
-    /// Is this what [`Shared::begin`] has made?
+    /// Was this file set up by [`Shared::begin`]?
     pub(crate) fn is_begun(&self) -> bool {
         self.word(MAGIC_AT).load(Ordering::SeqCst) == MAGIC
     }
 
-    /// Makes it what it must be. The file is new, and nobody else has it.
+    /// Sets up a new file, which no other process has open.
     pub(crate) fn begin(&self) {
         self.word(MAGIC_AT).store(MAGIC, Ordering::SeqCst);
     }
@@ -104,7 +104,7 @@ impl Shared {
         unsafe { std::slice::from_raw_parts(pointer.cast::<Slot>(), Self::SLOTS_MAX) }
     }
 
-    /// Slots that were ever used, on one GPU.
+    /// Returns the slots of one GPU that were ever used.
     fn slots(&self, gpu: usize) -> &[Slot] {
         let slots = self.all_slots(gpu);
         &slots[..self.slots_used().min(slots.len())]
@@ -116,19 +116,19 @@ impl Shared {
         usize::try_from(used).unwrap_or(Self::SLOTS_MAX).min(Self::SLOTS_MAX)
     }
 
-    /// `slot` is somebody's from now on; what its last owner held is forgotten. Under the lock of the caller's file.
+    /// Gives `slot` to a process, and clears the memory of its last owner. Called under the lock of the caller's file.
     pub(crate) fn open_slot(&self, slot: usize) {
         self.clear_slot(slot);
         self.word(SLOTS_USED_AT).fetch_max(slot as u64 + 1, Ordering::SeqCst);
     }
 
-    /// Does `slot` hold anything, or ask for it, anywhere?
+    /// Does `slot` hold or request memory on any GPU?
     pub(crate) fn is_slot_used(&self, slot: usize) -> bool {
         let mut of_gpus = (0..self.gpus_used()).filter_map(|gpu| self.all_slots(gpu).get(slot));
         of_gpus.any(slots::is_used)
     }
 
-    /// The process of `slot` is no more.
+    /// Clears the slot of a process that has ended.
     pub(crate) fn clear_slot(&self, slot: usize) {
         for gpu in 0..self.gpus_used() {
             self.all_slots(gpu).get(slot).into_iter().for_each(slots::clear);
@@ -140,7 +140,7 @@ impl Shared {
         usize::try_from(used).unwrap_or(GPUS_MAX).min(GPUS_MAX)
     }
 
-    /// The GPUs that are known, in the order of their places.
+    /// Returns the known GPUs, in the order of their places.
     pub(crate) fn gpus(&self) -> Vec<Gpu> {
         (0..self.gpus_used()).map(|gpu| self.gpu(gpu)).collect()
     }
@@ -157,12 +157,12 @@ impl Shared {
         }
     }
 
-    /// The place of a GPU.
+    /// Returns the place of a GPU.
     pub(crate) fn find(&self, uuid: DeviceUuid) -> Option<usize> {
         self.gpus().iter().position(|gpu| gpu.uuid == uuid)
     }
 
-    /// A place for a GPU that has none; `None` where there is no room. Under the lock of the caller's file.
+    /// Adds a GPU and returns its place; `None` if there is no room. Called under the lock of the caller's file.
     pub(crate) fn add(&self, gpu: &Gpu) -> Option<usize> {
         let place = self.gpus_used();
         if place >= GPUS_MAX {
@@ -183,7 +183,7 @@ impl Shared {
         Some(place)
     }
 
-    /// From now on no more than this may be held on the GPU at `gpu`, in bytes. What is held already stays.
+    /// Sets the budget, in bytes, of the GPU at place `gpu`. Memory that is held already stays.
     pub(crate) fn set_budget(&self, gpu: usize, budget_bytes: Option<u64>) {
         let value = budget_bytes.unwrap_or(NO_BUDGET);
         self.word(GPUS_AT + gpu * GPU_BYTES + 16).store(value, Ordering::SeqCst);
@@ -202,7 +202,7 @@ impl Shared {
         }
     }
 
-    /// Takes `size_bytes` for `slot` where that fits. One thread of a process at a time.
+    /// Takes `size_bytes` for `slot` if they fit. Only one thread of a process may call this at a time.
     ///
     /// # Errors
     /// [`OverBudget`]; nothing is taken.
@@ -216,12 +216,12 @@ impl Shared {
         slots::take(self.slots(gpu), slot, size_bytes, budget_bytes).map_err(over)
     }
 
-    /// As [`Shared::take`], whether it fits or not.
+    /// Takes `size_bytes` as [`Shared::take`] does, whether they fit or not.
     pub(crate) fn take_anyway(&self, gpu: usize, slot: usize, size_bytes: u64) {
         slots::take_anyway(self.slots(gpu), slot, size_bytes);
     }
 
-    /// Gives back what `slot` has taken.
+    /// Returns bytes that `slot` has taken.
     pub(crate) fn give_back(&self, gpu: usize, slot: usize, size_bytes: u64) {
         slots::give_back(self.slots(gpu), slot, size_bytes);
     }

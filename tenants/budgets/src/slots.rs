@@ -1,21 +1,21 @@
-//! The memory of one GPU that several processes hold together. Each has a slot, and a rule says whether it may take
+//! The memory of one GPU that several processes hold together. Each process has a slot, and a rule decides whether it may take
 //! more.
 //!
-//! Only its own process adds to a slot, so that what a process held can be forgotten when it is killed at any instant.
-//! There is no total that could be wrong afterwards: the sum of all slots is it.
+//! Only its own process adds to a slot. So the slot of a process that was killed at any instant can be cleared. No stored total
+//! could be wrong afterwards: the total is the sum of all slots.
 //!
-//! To take, a process first says in its slot what it *asks*, and then adds up what all hold and ask. Of two that ask at
-//! once, each sees the other (both have stored before they load, in one order of all sequentially consistent accesses), so
-//! never do both pass where only one fits. Where neither fits because of the other, the one with the lower slot stays and
-//! the other withdraws and asks again. Nobody waits for a process that stands still in between: after a bounded number of
-//! rounds what it asks counts as held.
+//! To take memory, a process first writes the bytes that it *asks* into its slot. Then it adds up the held and asked bytes of all
+//! slots. Two processes that ask simultaneously see each other: both have stored before they load, in one order of all
+//! sequentially consistent accesses. So both never pass if only one fits. If neither fits because of the other, the one with the
+//! lower slot stays, and the other withdraws and asks again. No process waits for one that has stopped in between: after a
+//! bounded number of rounds, its asked bytes count as held.
 
 use sublet_sync::sync::{AtomicU64, Ordering, yield_now};
 
-/// Times that one looks again while others ask.
+/// The number of looks of a process while others ask.
 const ROUNDS_MAX: u32 = 1000;
 
-/// One process's part on one GPU. All zeros is a slot that nobody has.
+/// The memory of one process on one GPU. An unused slot is all zeros.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Slot {
@@ -23,7 +23,7 @@ pub struct Slot {
     asked_bytes: AtomicU64,
 }
 
-/// It does not fit.
+/// The error that the requested bytes do not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full {
     /// The amount that all processes hold, in bytes.
@@ -33,9 +33,9 @@ pub struct Full {
 /// The sums that one look at all slots has given, in bytes.
 struct SlotTotals {
     held: u64,
-    /// By processes with lower slots.
+    /// Asked by processes with lower slots.
     asked_before: u64,
-    /// By all others.
+    /// Asked by all others.
     asked: u64,
 }
 
@@ -44,7 +44,8 @@ impl SlotTotals {
         let mut seen = Self { held: 0, asked_before: 0, asked: 0 };
         for (index, slot) in slots.iter().enumerate() {
             if index != own {
-                // In this order: what is asked becomes held before it is asked no more, so it is seen once at least.
+                // The loads have this order: a process adds to its held bytes before it clears its asked bytes, so they are seen
+                // at least once.
                 let asked_bytes = slot.asked_bytes.load(Ordering::SeqCst);
                 seen.asked = seen.asked.saturating_add(asked_bytes);
                 if index < own {
@@ -57,8 +58,8 @@ impl SlotTotals {
     }
 }
 
-/// Takes `size_bytes` for the process of slot `own`, where all together hold no more than `budget_bytes` then. One thread
-/// of a process at a time.
+/// Takes `size_bytes` for the process of slot `own`, if all processes then hold no more than `budget_bytes`. Only one thread of a
+/// process may call this at a time.
 ///
 /// # Errors
 /// [`Full`]; nothing is taken.
@@ -99,10 +100,10 @@ pub fn take_anyway(slots: &[Slot], own: usize, size_bytes: u64) {
     }
 }
 
-/// Gives back what the process of slot `own` has taken.
+/// Returns bytes that the process of slot `own` has taken.
 pub fn give_back(slots: &[Slot], own: usize, size_bytes: u64) {
     if let Some(slot) = slots.get(own) {
-        // Less than nothing only where somebody took the process for dead: that must not become an endless amount.
+        // The difference is negative only if another process has taken this one for dead. It must not wrap to a huge amount.
         let less = |held: u64| Some(held.saturating_sub(size_bytes));
         let _before = slot.held_bytes.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
@@ -119,7 +120,7 @@ pub fn is_used(slot: &Slot) -> bool {
     slot.held_bytes.load(Ordering::SeqCst) > 0 || slot.asked_bytes.load(Ordering::SeqCst) > 0
 }
 
-/// Forgets what a process has held that is no more.
+/// Clears the slot of a process that has ended.
 pub fn clear(slot: &Slot) {
     slot.asked_bytes.store(0, Ordering::SeqCst);
     slot.held_bytes.store(0, Ordering::SeqCst);

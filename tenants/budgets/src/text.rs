@@ -1,8 +1,8 @@
-//! Budgets as people write them: how much device memory a tenant may hold on which GPU.
+//! The text format of budgets: the device memory that a tenant may hold on each GPU.
 //!
-//! `60GiB` is of every GPU, `0=60GiB` of the GPU that `nvidia-smi` shows under that number, `GPU-6ac1...=60GiB` of the one
-//! with that identity; several are joined by commas. A number means the same GPU in every process of a tenant and in every
-//! shell, whatever `CUDA_VISIBLE_DEVICES` makes of the order there: budgets of several tenants are about one machine.
+//! `60GiB` is for every GPU, `0=60GiB` for the GPU with that number in `nvidia-smi`, `GPU-6ac1...=60GiB` for the one with that
+//! identity. Several are joined by commas. A number means the same GPU in every process of a tenant and in every shell, even if
+//! `CUDA_VISIBLE_DEVICES` changes the order there: budgets of several tenants are about one machine.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,21 +19,21 @@ pub const BUDGET_VARIABLE: &str = "SUBLET_BUDGET";
 pub const TEXT_BYTES_MAX: usize = 4000;
 
 const NONE: &str = "none";
-/// Of the text of an identity, in hexadecimal.
+/// The number of hexadecimal digits of an identity.
 const UUID_DIGITS: usize = 32;
 
 /// The GPU or GPUs that a budget is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Which {
-    /// Each that is not named.
+    /// All GPUs that are not named.
     Every,
-    /// By its number on this machine, in the order of PCI addresses.
+    /// The GPU with this number on this machine, in the order of PCI addresses.
     Index(u32),
-    /// By its identity.
+    /// The GPU with this identity.
     Uuid(DeviceUuid),
 }
 
-/// The budgets of a tenant, in bytes. None of a GPU is one without a bound.
+/// The budgets of a tenant, in bytes. `None` for a GPU means no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budgets(BTreeMap<Which, Option<u64>>);
 
@@ -74,24 +74,25 @@ pub enum BudgetError {
 }
 
 impl Budgets {
-    /// Is nothing said?
+    /// Are there no budgets?
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the budgets that are said, in order.
+    /// Returns the budgets, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Which, Option<u64>)> {
         self.0.iter().map(|(which, budget)| (*which, *budget))
     }
 
-    /// The budget of a GPU: by its identity where that is named, else by its number, else that of every one.
+    /// Returns the budget of a GPU: the one for its identity, else for its number, else for every GPU.
     pub fn of(&self, uuid: DeviceUuid, index: Option<u32>) -> Option<u64> {
         let by_index = || index.and_then(|index| self.0.get(&Which::Index(index)));
         let found = self.0.get(&Which::Uuid(uuid)).or_else(by_index);
         found.or_else(|| self.0.get(&Which::Every)).copied().flatten()
     }
 
-    /// Checks the numbers against `count`, the number of this machine's GPUs, which is called only if a number is named. Where it is zero, all may be right.
+    /// Checks the numbers against `count`, the number of this machine's GPUs, which is called only if a number is named. If it is
+    /// zero, all numbers pass.
     ///
     /// # Errors
     /// [`BudgetError::NoSuchGpu`].
@@ -108,8 +109,8 @@ impl Budgets {
         beyond.map_or(Ok(()), |index| Err(BudgetError::NoSuchGpu { index, count }))
     }
 
-    /// These with `changes` in their place: a GPU that is named gets what is said of it, and what is said of every GPU is
-    /// instead of all. `known` are the identities and numbers of GPUs, for one that is named by both.
+    /// Returns these budgets with `changes`. A budget for a named GPU replaces its old one, and a budget for every GPU replaces
+    /// all. `known` has the identities and numbers of GPUs, for a GPU that is named by both.
     #[must_use]
     pub fn changed_by(&self, changes: &Self, known: &[(DeviceUuid, Option<u32>)]) -> Self {
         if changes.0.contains_key(&Which::Every) {
@@ -164,7 +165,7 @@ fn which(gpu: &str, part: &str) -> Result<Which, BudgetError> {
     uuid(gpu).map(Which::Uuid).ok_or_else(no_gpu)
 }
 
-/// The identity that is written as `text`, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a` or `MIG-...`. None for any other text.
+/// Parses an identity, such as `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a` or `MIG-...`. None for any other text.
 pub fn uuid(text: &str) -> Option<DeviceUuid> {
     let named = ["GPU-", "MIG-"].iter().find_map(|prefix| text.strip_prefix(prefix));
     let digits: String = named.unwrap_or(text).chars().filter(|digit| *digit != '-').collect();
@@ -173,13 +174,13 @@ pub fn uuid(text: &str) -> Option<DeviceUuid> {
     number.map(|number| DeviceUuid(number.to_be_bytes()))
 }
 
-/// None is no size that a budget can have: the largest number stands for none.
+/// Parses the size of a budget. Zero is no budget, and neither is the largest number, which stands for no limit.
 fn bytes(text: &str) -> Option<u64> {
     let Size(bytes) = text.parse().ok()?;
     (1..u64::MAX).contains(&bytes).then_some(bytes)
 }
 
-/// In words that are read back as the same.
+/// Writes a text that parses to the same budgets.
 impl fmt::Display for Budgets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, (which, budget)) in self.0.iter().enumerate() {

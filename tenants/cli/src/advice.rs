@@ -1,4 +1,5 @@
-//! The command to type next, by the code of a failure and the command line. That of a code is in its entry.
+//! The command to type next, by the code of a failure and the command line. Each code's entry in `docs/errors.md` has its
+//! command.
 
 use std::env;
 
@@ -6,21 +7,21 @@ use tenants::code::Code;
 
 use crate::explain;
 
-/// The command line as it was typed, from the command's own name on.
+/// Returns the command line as it was typed, with the command's own name first.
 pub(crate) fn typed() -> Vec<String> {
     let words = env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());
     std::iter::once("sublet".to_owned()).chain(words).collect()
 }
 
-/// A command that helps with `code`, for a person who has typed `words`. None where only the message can help. `is_outside`: no other
-/// tenant could give what is missing.
+/// Returns a command that helps with `code`, for a person who has typed `words`. None if only the message can help. `is_outside`:
+/// no other tenant could free the missing memory.
 pub(crate) fn next(code: Code, is_outside: bool, words: &[String]) -> Option<String> {
     let verb = words.get(1).map_or("", String::as_str);
     let name = words.get(2).filter(|word| !word.starts_with('-'));
     let tenant = name.map_or("TENANT", String::as_str);
     let has = |option: &str| words.iter().any(|word| word.starts_with(option));
     let is_full = code == Code::GpuFull;
-    // Of a save, the message says itself what directory will do.
+    // For a save, the message itself says which directory is suitable.
     if code == Code::Other || code == Code::Usage && verb == "save" {
         None
     } else if code == Code::Usage {

@@ -1,8 +1,8 @@
 //! The tenants of every user of this machine, for root.
 //!
-//! The command runs itself once for each run directory, with the rights of the user whose it is: root opens nothing there.
-//! Such a process is that user's, who may stop it or put words into its mouth. So it has a session without a terminal, nothing of root's
-//! environment, and an end to its time and its words.
+//! The command runs itself once for each run directory, with the rights of the directory's user: root opens nothing there. That
+//! user can stop such a process, or control its output. So it has a session without a terminal, nothing of root's environment,
+//! and limits on its time and output.
 
 #![expect(unsafe_code, reason = "makes one call between fork and exec")]
 
@@ -28,14 +28,13 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output::complain;
 use crate::view::{Refused, View};
 
-/// For the answers of all users together.
+/// The time limit for the answers of all users together.
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest answer of one user.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// Adds the tenants of all other users to `view`, which has root's own of `run_dir`. Each is then called
-/// `USER/TENANT`. If the tenants of a user cannot be read, standard error and the view name the user. The other users
-/// are shown.
+/// Adds the tenants of all other users to `view`, which has root's own tenants of `run_dir`. Each is then called `USER/TENANT`.
+/// If the tenants of a user cannot be read, standard error and the view name the user. The other users are shown.
 ///
 /// # Errors
 /// This process is not root's.
@@ -72,7 +71,7 @@ pub(crate) fn add(view: &mut View, run_dir: &RunDir) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The run directories of this machine, each with the user whose it is: those by default, and those of processes under Sublet.
+/// Returns the run directories of this machine, each with its user: the default ones, and those of processes under Sublet.
 fn run_dirs() -> BTreeSet<(u32, PathBuf)> {
     let of = |dir: &str, prefix: &str, name: &str| {
         let names = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -122,7 +121,7 @@ fn start(uid: u32, run_dir: &Path) -> io::Result<Child> {
     command.spawn()
 }
 
-/// All that `child` says until it ends, which it does not outlive.
+/// Returns the output of `child` until it ends or the deadline passes. Then kills it.
 fn answer(mut child: Child, deadline: Instant) -> io::Result<Vec<u8>> {
     let said = read(&mut child, deadline);
     child.kill().ok();
@@ -148,7 +147,7 @@ fn read(child: &mut Child, deadline: Instant) -> io::Result<Vec<u8>> {
     Err(io::Error::new(ErrorKind::InvalidData, "the answer is too long"))
 }
 
-/// The view that is in a document of `sublet ps`, or else the error that it says.
+/// Returns the view in a document of `sublet ps`, or else the error in it.
 fn parsed(answer: &[u8]) -> Result<View, String> {
     serde_json::from_slice(answer).map_err(|error| {
         let said = serde_json::from_slice::<Value>(answer).ok();
@@ -157,7 +156,7 @@ fn parsed(answer: &[u8]) -> Result<View, String> {
     })
 }
 
-/// Calls all tenants of `view` `USER/TENANT`.
+/// Renames all tenants of `view` to `USER/TENANT`.
 fn call(view: &mut View, user: &str) {
     let tenants = view.tenants.iter_mut().map(|tenant| &mut tenant.stats.tenant);
     let refused = view.refused.iter_mut().map(|refused| &mut refused.tenant);
@@ -168,7 +167,7 @@ fn call(view: &mut View, user: &str) {
     }
 }
 
-/// Puts one user's view to those of others. A process is outside if it is of no user's tenants.
+/// Merges one user's view into those of others. A process is outside if it is in no user's tenants.
 fn merge(view: &mut View, found: View) {
     for gpu in found.gpus {
         if view.gpus.iter().all(|known| known.uuid != gpu.uuid) {

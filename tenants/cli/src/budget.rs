@@ -1,5 +1,5 @@
-//! `sublet budget`: what a tenant may hold on each GPU, shown and changed; and what `sublet run` says of budgets before it
-//! starts anything.
+//! `sublet budget`, which shows and changes the memory that a tenant may hold on each GPU. Also the checks of budgets before
+//! `sublet run` starts a program.
 
 use std::process::ExitCode;
 
@@ -43,7 +43,7 @@ pub(crate) fn budget(
     Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
-/// Several options of the command line as one.
+/// Joins several options of the command line into one.
 fn one_of(given: &[Budgets]) -> Result<Option<Budgets>, Failure> {
     let texts: Vec<_> = given.iter().map(ToString::to_string).collect();
     if texts.is_empty() {
@@ -94,7 +94,7 @@ fn above(tenant: &str, gpu: &GpuBudget) -> String {
     )
 }
 
-/// GPUs with budgets that no process of the tenant has.
+/// Returns the GPUs with budgets that no process of the tenant sees.
 fn unseen(report: &BudgetReport) -> Vec<Which> {
     let is_seen = |which: Which| match which {
         Which::Every => true,
@@ -104,7 +104,7 @@ fn unseen(report: &BudgetReport) -> Vec<Which> {
     report.budgets.iter().map(|(which, _)| which).filter(|which| !is_seen(*which)).collect()
 }
 
-/// A line for `sublet ps` and `sublet stats` for each GPU that has a budget.
+/// Returns a line for `sublet ps` and `sublet stats` for each GPU with a budget.
 pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
     tenant.budgets.iter().filter_map(|gpu| {
         let budget_bytes = gpu.budget_bytes?;
@@ -124,7 +124,8 @@ pub(crate) fn remarks(tenant: &TenantStats) -> impl Iterator<Item = String> {
     })
 }
 
-/// Refuses a budget that holds no allocation, and a number that no GPU of this machine has, where the machine lists its GPUs.
+/// Refuses a budget that is smaller than any allocation. Refuses a number that no GPU of this machine has, if the machine lists
+/// its GPUs.
 fn check(budgets: &Budgets) -> Result<(), Failure> {
     let least = Size(2 << 20);
     let mut sizes = budgets.iter().filter_map(|(_, budget)| budget);
@@ -141,7 +142,7 @@ fn check(budgets: &Budgets) -> Result<(), Failure> {
 }
 
 /// Returns the budgets that `sublet run` puts into the environment of a tenant's processes, after its checks, or none
-/// if none was given. `warn` is told what may surprise.
+/// if none was given. `warn` is called with warnings.
 pub(crate) fn for_run(
     tenant: &TenantName,
     given: &[Budgets],
@@ -189,7 +190,7 @@ pub(crate) fn for_run(
     Ok(Some(wanted))
 }
 
-/// GPUs that cannot hold all budgets together. Tenants that take turns need not fit together.
+/// Returns warnings about GPUs that cannot hold all budgets together. Tenants that take turns need not fit together.
 fn together(tenant: &TenantName, budgets: &Budgets, others: &[TenantStats]) -> Vec<String> {
     let mut seen: Vec<&GpuBudget> = Vec::new();
     for gpu in others.iter().flat_map(|other| &other.budgets) {

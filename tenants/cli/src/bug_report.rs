@@ -1,4 +1,4 @@
-//! `sublet bug-report`: what somebody who looks for a fault asks for first, in one text.
+//! `sublet bug-report`: the facts that the search for a fault needs first, in one text.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,13 +12,13 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::{doctor, ps, switch};
 
-/// The prefixes of variables that change what Sublet does. No secrets are kept in these.
+/// The prefixes of variables that change the behaviour of Sublet. These variables hold no secrets.
 const SETTINGS: [&str; 5] = ["AMEM_", "CUDA_", "NCCL_", "SUBLET_", "TMS_"];
 const NOTE: &str = "\
 Sublet bug report. It names tenants, commands with their arguments, folders and settings of this user: read it before you send \
 it, and take out what is not for others. Add what the job printed with SUBLET_LOG=debug.";
 
-/// Prints the report. A part that cannot be had is named with its reason, and the others follow.
+/// Prints the report. A part that is not available is listed with the reason, and the others follow.
 pub(crate) fn bug_report(
     environment: &Environment,
     run_dir: Result<RunDir, Failure>,
@@ -62,7 +62,7 @@ fn part(
     }
 }
 
-/// Of all that is below us on this machine. The GPUs are the doctor's.
+/// Returns the versions of all software below Sublet on this machine. `doctor` reports the GPUs.
 fn versions() -> [(&'static str, Option<String>); 6] {
     [
         ("sublet", Some(env!("CARGO_PKG_VERSION").to_owned())),
@@ -78,14 +78,14 @@ fn first_line(path: &str) -> Option<String> {
     fs::read_to_string(path).ok()?.lines().next().map(|line| line.trim().to_owned())
 }
 
-/// Returns the name that the distribution gives itself.
+/// Returns the name of the distribution.
 fn system() -> Option<String> {
     let text = fs::read_to_string("/etc/os-release").ok()?;
     let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?;
     Some(name.trim_matches('"').to_owned())
 }
 
-/// Such as `glibc 2.36`.
+/// Returns the C library and its version, such as `glibc 2.36`.
 fn c_library() -> Option<String> {
     let said = Command::new("getconf").arg("GNU_LIBC_VERSION").output().ok()?;
     let text = String::from_utf8(said.stdout).ok()?.trim().to_owned();

@@ -75,7 +75,7 @@ struct Paused {
     result: Half,
     /// Processes of its job that run outside Sublet, if it is paused: their memory stays.
     strayed: Vec<Outside>,
-    /// As they were right behind it.
+    /// The GPUs directly after the pause.
     gpus: Gpus,
 }
 
@@ -106,7 +106,7 @@ impl Paused {
     }
 }
 
-/// A pause that names nobody.
+/// Returns the error of a pause that names no tenant, with the names that exist.
 fn say_which(run_dir: &RunDir) -> Result<Failure, Failure> {
     let names: Vec<_> = run_dir.live_tenants()?.iter().map(ToString::to_string).collect();
     let which = if names.is_empty() {
@@ -138,7 +138,7 @@ fn pause_one(
     if is_whole { sublet_turns::by_name(run_dir, tenant, pause) } else { pause() }
 }
 
-/// One tenant after the other: each has the whole link, and one that refuses keeps no other from being paused.
+/// Pauses all tenants, one after the other, so that each has the whole link. A refusal of one does not stop the others.
 fn pause_all(args: &PauseArgs, run_dir: &RunDir, output: &mut Output) -> Result<ExitCode, Failure> {
     let interrupt = signals::watch()?;
     let mut done = Vec::new();
@@ -200,7 +200,7 @@ pub(crate) fn resume(
     show(&args.tenant, &scope, result, args.show, Gpus::look, output)
 }
 
-/// Resumes a tenant in its place among those that wait for the GPUs.
+/// Resumes a tenant in its place in the queue for the GPUs.
 fn resume_in_turn(
     args: &ResumeArgs,
     run_dir: &RunDir,
@@ -239,8 +239,8 @@ fn resume_in_turn(
     Ok(switch::code_of_done(&switched))
 }
 
-/// Tries again what `result` says was short of GPU memory, for at most `wait`, and says what it waits for. Between two
-/// tries the tenants stand as `result` says, and ending this process leaves them so.
+/// Repeats an action whose `result` says that GPU memory was short, for at most `wait`, and shows the reason for the wait.
+/// Between two tries the tenants are in the state that `result` says, also if this process ends.
 fn wait_until_it_fits<T>(
     tenant: &TenantName,
     mut result: Result<T, Trouble>,
@@ -277,13 +277,13 @@ fn wait_until_it_fits<T>(
     }
 }
 
-/// Says what a resume waits for; `None` when it is not GPU memory.
+/// Returns a text about the GPU memory that a resume waits for; `None` if it waits for something else.
 fn waiting_for(error: &Trouble, gpus: &Gpus) -> Option<String> {
     let missing_bytes = error.missing_device_bytes()?;
     let devices: Vec<_> =
         error.shortages().iter().map(|shortage| shortage_line(shortage, gpus)).collect();
     if devices.is_empty() {
-        // How much its contexts need the driver does not say.
+        // The driver does not report how much its contexts need.
         let much = (missing_bytes > 0).then(|| format!("{} of ", units::bytes(missing_bytes)));
         return Some(format!("waits for {}GPU memory", much.unwrap_or_default()));
     }
@@ -327,7 +327,7 @@ pub(crate) fn swap(
             swap::swap(&mut from, to, None, &mut |event| progress.note(&event))
         };
         let result = swap(&mut progress, &mut to);
-        // The first runs while the second does not fit, and each try looks before it stops anybody.
+        // The first tenant runs while the second does not fit. Each try checks that before it stops any process.
         wait_until_it_fits(&args.to, result, wait, &interrupt, &mut progress, |progress| {
             swap(progress, &mut to)
         })
@@ -337,7 +337,7 @@ pub(crate) fn swap(
 
 type Half = Result<Outcome, Trouble>;
 
-/// Prints what became of both, of those that were asked.
+/// Prints the result for each tenant whose processes were contacted.
 fn show_swap(
     args: &SwapArgs,
     result: Result<Swap, Trouble>,
@@ -349,7 +349,7 @@ fn show_swap(
         Ok(_) | Err(_) => None,
     };
     let wall_us = result.as_ref().ok().map(|swap| swap.wall_us);
-    // How both stand, where that is not as before.
+    // The states of both, if they have changed.
     let mut told = Vec::new();
     let lost = |losses: Vec<MemberFailure>| {
         losses.iter().map(|loss| format!("lost: {loss}")).collect::<Vec<_>>()
@@ -371,7 +371,7 @@ fn show_swap(
         Err(error) if error.is_about(&args.to) => (None, Some(Err(error))),
         Err(error) => (Some(Err(error)), None),
     };
-    // Something of the first has changed, but where all of it is back.
+    // A part of the first has changed, unless all of it is resumed.
     let is_partial = told.len() > usize::from(out.is_none());
     if json {
         let [out, back] = [(&args.from, &out), (&args.to, &back)]
@@ -421,7 +421,7 @@ fn options(timeout: Option<Duration>, interrupt: &Interrupt) -> Options {
     }
 }
 
-/// The error of a change for a person, with the processes that hold GPUs which are too full.
+/// Returns the error of a change for a person, with the processes that hold memory of the GPUs that are too full.
 pub(crate) fn failure_of(error: &Trouble) -> Failure {
     let short = error.shortages().iter().filter(|device| device.outside_bytes > 0);
     let lacking = if let Trouble::Never { gpus, .. } = error { gpus.as_slice() } else { &[] };
@@ -430,8 +430,7 @@ pub(crate) fn failure_of(error: &Trouble) -> Failure {
     Failure::of_change(parts.join("; "), error)
 }
 
-/// Prints how it went; the exit code says it once more. GPUs are looked for by `look` afterwards, when nothing is held up by
-/// it.
+/// Prints the result, and returns its exit code. Calls `look` for the GPUs only afterwards, when it delays nothing.
 fn show(
     tenant: &TenantName,
     scope: &Scope,
@@ -457,12 +456,12 @@ fn code_of_half(half: &Half) -> ExitCode {
     }
 }
 
-/// The exit code of what was carried through: is any of it not wholly as asked?
+/// Returns the exit code of completed changes. It tells whether any of them was only partial.
 pub(crate) fn code_of<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
     partial_where(outcomes.into_iter().any(Outcome::is_partial))
 }
 
-/// That of the half of a swap that makes way: the other has come by then, whatever stays.
+/// Returns the exit code of the pausing half of a swap. The other half is done by then, whatever memory stays.
 fn code_of_leaver(half: &Half) -> ExitCode {
     match half {
         Ok(outcome) => partial_where(outcome.is_partial_for_room()),
@@ -470,7 +469,7 @@ fn code_of_leaver(half: &Half) -> ExitCode {
     }
 }
 
-/// That of a tenant that was to have its GPUs: what of others' memory stayed did not keep it from them.
+/// Returns the exit code of a switch. Memory of others that stayed did not prevent it.
 pub(crate) fn code_of_switch<'a>(outcomes: impl IntoIterator<Item = &'a Outcome>) -> ExitCode {
     partial_where(outcomes.into_iter().any(Outcome::has_losses))
 }

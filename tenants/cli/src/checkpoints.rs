@@ -1,6 +1,6 @@
-//! The driver's calls about other processes, from `libcuda.so.1`. It is loaded when the first of them is made: no other command needs it.
+//! The driver's calls about other processes, from `libcuda.so.1`. The first call loads the library: no other command needs it.
 //!
-//! Layouts are those of `cuda.h` of CUDA 12.8, the first with these calls (driver 570). No context is made.
+//! Layouts are those of `cuda.h` of CUDA 12.8, the first with these calls (driver 570). No context is created.
 
 #![expect(unsafe_code, reason = "calls the driver's functions")]
 
@@ -19,7 +19,7 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 const LIBRARY: &str = "libcuda.so.1";
 const STATE: &str = "cuCheckpointProcessGetState";
 
-/// See the head of this module.
+/// A [`Checkpointer`] by the driver's calls. See the documentation of this module.
 #[derive(Debug, Default)]
 pub(crate) struct CudaCheckpoints(OnceLock<Result<Functions, CheckpointError>>);
 
@@ -31,7 +31,7 @@ struct LockArgs {
     reserved: [u64; 7],
 }
 
-/// Makes the calls that a process of a job asks for on standard input ([`by_command`]), and answers on standard output.
+/// Makes the calls that a process of a job requests on standard input ([`by_command`]), and answers on standard output.
 pub(crate) fn serve() -> Result<ExitCode, Failure> {
     let driver = CudaCheckpoints::default();
     by_command::serve(io::stdin().lock(), io::stdout(), &driver).map_err(|error| {

@@ -1,5 +1,5 @@
-//! Processes under Sublet that have had no GPU memory yet. They join their tenant when they first ask for some, and nobody can ask them
-//! anything before. What is known of them stands in their environment, which the kernel shows to their own user.
+//! Processes under Sublet that have had no GPU memory yet. They join their tenant at their first allocation, and cannot be
+//! contacted before. Only their environment is known, which the kernel shows to their own user.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -19,7 +19,7 @@ use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::outsiders;
 use crate::run::LIBRARY_NAME;
 
-/// The first process of each tenant in `run_dir`, by the tenant's name. Those that have joined are among them.
+/// Returns the first process of each tenant in `run_dir`, by the tenant's name. This includes processes that have joined.
 pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
     let mut found = BTreeMap::new();
     for (tenant, pid) in all(run_dir) {
@@ -29,7 +29,7 @@ pub(crate) fn find(run_dir: &RunDir) -> BTreeMap<TenantName, u32> {
     found
 }
 
-/// This user's processes under Sublet that meet in `run_dir`, each with its tenant.
+/// Returns this user's processes under Sublet that use `run_dir`, each with its tenant.
 pub(crate) fn all(run_dir: &RunDir) -> impl Iterator<Item = (TenantName, u32)> {
     let own_uid = geteuid().as_raw();
     let run_dir = absolute(run_dir.path());
@@ -51,7 +51,7 @@ fn tenant_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Optio
     named_in(environment, run_dir).filter(|_| is_under_sublet)
 }
 
-/// The tenant of `run_dir` that an environment names, whatever is preloaded.
+/// Returns the tenant of `run_dir` that an environment names, whatever libraries are preloaded.
 fn named_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option<TenantName> {
     let value = |name: &str| environment.get(OsStr::new(name));
     let is_there = Path::new(value(RUN_DIR_VARIABLE)?) == run_dir;
@@ -59,20 +59,20 @@ fn named_in(environment: &HashMap<OsString, OsString>, run_dir: &Path) -> Option
     is_there.then_some(tenant)
 }
 
-/// The standing of a process that is no member of a tenant.
+/// The relation to Sublet of a process that is no member of a tenant.
 pub(crate) enum Parentage {
     /// It runs under Sublet, and joins its tenant at its first allocation of GPU memory.
     Early,
     /// The job of this tenant started it, and it runs without Sublet.
     Strayed(TenantName),
-    /// Nothing of `run_dir` has started it, as far as the kernel shows it to this user.
+    /// No tenant of `run_dir` has started it, as far as the kernel shows it to this user.
     Foreign,
 }
 
-/// The longest line of parents that is looked at.
+/// The longest chain of parents that is followed.
 const PARENTS_MAX: usize = 32;
 
-/// The parentage of a process, by its own environment and those of its parents.
+/// Returns the parentage of a process, from its environment and those of its parents.
 pub(crate) fn parentage(run_dir: &RunDir, pid: u32) -> Parentage {
     let run_dir = absolute(run_dir.path());
     let mut next = Process::new(pid.cast_signed()).ok();
@@ -91,10 +91,10 @@ pub(crate) fn parentage(run_dir: &RunDir, pid: u32) -> Parentage {
     Parentage::Foreign
 }
 
-/// The tenant that `given` means: the tenant of that name, or the tenant of the process with that id.
+/// Returns the tenant that `given` means: the tenant of that name, or the tenant of the process with that id.
 ///
 /// # Errors
-/// It is the id of a process that no pause reaches.
+/// `given` is the id of a process that no pause reaches.
 pub(crate) fn meant(given: &TenantName, run_dir: &RunDir) -> Result<TenantName, Failure> {
     let pid = given.as_str().parse().ok();
     let Some(pid) = pid.filter(|pid| Process::new(u32::cast_signed(*pid)).is_ok()) else {
@@ -126,7 +126,7 @@ pub(crate) fn meant(given: &TenantName, run_dir: &RunDir) -> Result<TenantName, 
     Err(Failure::new(message, EXIT_UNCHANGED).because(Code::NoSuchTenant))
 }
 
-/// That there is such a process of `tenant`, which has none that can be asked.
+/// Returns a remark if `tenant` has such a process, and no process that can be contacted.
 pub(crate) fn remark(run_dir: &RunDir, tenant: &TenantName) -> Option<String> {
     let pid = *find(run_dir).get(tenant)?;
     Some(format!(

@@ -1,4 +1,4 @@
-//! The environment, read once.
+//! The environment of this command, read once.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -9,7 +9,7 @@ use tenants::settings::{self, Settings, WrongSetting};
 /// The loader's list of objects to load first.
 pub(crate) const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
 
-/// The number of letters by which an unknown name may differ from the known one that is proposed.
+/// The most letters in which an unknown name may differ from the proposed name.
 const TYPOS_MAX: usize = 3;
 
 /// The environment and the place of this command, as they were at the start.
@@ -42,29 +42,29 @@ impl Environment {
         &self.settings
     }
 
-    /// The value of `name`; an empty one counts as absent.
+    /// Returns the value of `name`. An empty value counts as absent.
     pub(crate) fn get(&self, name: &str) -> Option<&OsStr> {
         let value = self.variables.get(OsStr::new(name))?;
         (!value.is_empty()).then_some(value)
     }
 
-    /// All variables, by name.
+    /// Returns all variables, by name.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&OsString, &OsString)> {
         self.variables.iter()
     }
 
-    /// As [`Environment::get`], when it is text.
+    /// As [`Environment::get`], if the value is text.
     pub(crate) fn text(&self, name: &str) -> Option<&str> {
         self.get(name)?.to_str()
     }
 
-    /// Settings with values that they cannot have, in words. Those that `passed_over` names are left out.
+    /// Describes settings with invalid values. Settings that `passed_over` names are left out.
     pub(crate) fn wrong_settings(&self, passed_over: &[&str]) -> Vec<String> {
         let told = self.wrong.iter().filter(|wrong| !passed_over.contains(&wrong.name));
         told.map(|wrong| wrong.text.clone()).collect()
     }
 
-    /// Names that look like settings and are none, in words, each with the nearest name that is one.
+    /// Describes names that look like settings but are none, each with the nearest real name.
     pub(crate) fn unknown_settings(&self) -> Vec<String> {
         let names = self.variables.keys().filter_map(|name| name.to_str());
         let unknown = names.filter(|name| {
@@ -88,7 +88,7 @@ impl Environment {
         (self.settings.run_dir.clone(), self.get("XDG_RUNTIME_DIR").map(PathBuf::from))
     }
 
-    /// The file `name` next to this command, or in `../lib`; as an absolute path.
+    /// Returns the absolute path of the file `name` next to this command, or in `../lib`.
     pub(crate) fn installed(&self, name: impl AsRef<Path>) -> Option<PathBuf> {
         let folder = self.executable.as_ref()?.parent()?;
         let mut candidates = ["", "../lib"].map(|place| folder.join(place).join(&name)).into_iter();
@@ -96,7 +96,8 @@ impl Environment {
     }
 }
 
-/// The command may change its directory; a path that cannot be made absolute is used as it is.
+/// Returns an absolute path, because the command may change its directory. A path that cannot be made absolute is returned
+/// unchanged.
 pub(crate) fn absolute(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }

@@ -1,4 +1,4 @@
-//! `sublet explain` and `sublet docs`: what the pages say, and where they are.
+//! `sublet explain` and `sublet docs`: entries of the documentation, and the location of its pages.
 
 use std::env;
 use std::path::PathBuf;
@@ -11,9 +11,9 @@ use tenants::code::Code;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output::Output;
 
-/// It is made of the comments in the sources; a check of the build says that it is current.
+/// The page of errors. It is made of the comments in the sources; a check of the build keeps it current.
 const ERRORS: &str = include_str!("../../../docs/errors.md");
-/// Folders of pages below one above the command: installed, and in a clone.
+/// Folders of pages, below a parent folder of the command: the installed one, and that of a clone.
 const FOLDERS: [&str; 2] = ["share/doc/sublet/docs", "docs"];
 /// A page that is in such a folder.
 const A_PAGE: &str = "larger-than-memory.md";
@@ -29,14 +29,14 @@ fn codes() -> Vec<PossibleValue> {
     Code::ALL.map(|code| PossibleValue::new(code.to_string())).into()
 }
 
-/// The text of a code on the page.
+/// Returns the page's text about a code.
 fn entry(code: &str) -> &'static str {
     let mut entries = ERRORS.split("\n### ").filter_map(|part| part.split("\n## ").next());
     let entry = entries.find_map(|entry| entry.strip_prefix(code)?.strip_prefix("\n\n"));
     entry.unwrap_or_default().trim_end()
 }
 
-/// The command to type next, with `TENANT` for a name.
+/// Returns the command to type next, with `TENANT` for a name.
 pub(crate) fn next(code: Code) -> Option<&'static str> {
     let line = entry(&code.to_string()).lines().find_map(|line| line.strip_prefix("Next: `"));
     line?.split('`').next()
@@ -47,7 +47,7 @@ pub(crate) fn explain(args: &ExplainArgs, output: &mut Output) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The folder with the pages of this version.
+/// Returns the folder with the pages of this version.
 fn folder() -> Option<PathBuf> {
     let command = env::current_exe().ok()?;
     let places = command.ancestors().skip(1).flat_map(|above| FOLDERS.map(|name| above.join(name)));

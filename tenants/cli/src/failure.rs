@@ -1,4 +1,4 @@
-//! Why a command ends early, and with which exit code.
+//! The reason why a command ends early, and its exit code.
 
 use std::error::Error;
 use std::ffi::OsStr;
@@ -22,11 +22,11 @@ pub(crate) const EXIT_UNCHANGED: u8 = 1;
 pub(crate) const EXIT_USAGE: u8 = 2;
 /// Changed, but not wholly as asked.
 pub(crate) const EXIT_PARTIAL: u8 = 3;
-/// Called off by Ctrl-C or SIGTERM, nothing changed; as shells say it of Ctrl-C.
+/// Called off by Ctrl-C or SIGTERM, nothing changed. It is the code of shells for Ctrl-C.
 pub(crate) const EXIT_CALLED_OFF: u8 = 130;
-/// The command to run exists but cannot be run, as shells say it.
+/// The command to run exists but cannot be run. It is the code of shells for that.
 const EXIT_NOT_EXECUTABLE: u8 = 126;
-/// The command to run was not found, as shells say it.
+/// The command to run was not found. It is the code of shells for that.
 pub(crate) const EXIT_NOT_FOUND: u8 = 127;
 
 /// A one-line message, an exit code, and a word for programs.
@@ -37,7 +37,7 @@ pub(crate) struct Failure {
     code: Code,
     /// The tenant that it is about, if that has no process.
     nobody: Option<TenantName>,
-    /// Is a GPU short of what no other tenant could give?
+    /// Does a GPU lack memory that no other tenant could free?
     is_outside: bool,
 }
 
@@ -59,12 +59,12 @@ impl Failure {
         Self { message, exit, code, nobody: None, is_outside: false }
     }
 
-    /// `error` and its causes, in one line.
+    /// Creates the failure of `error` and its causes, in one line.
     pub(crate) fn of(error: &(dyn Error + 'static), exit: u8) -> Self {
         Self::new(chain(error), exit)
     }
 
-    /// Of a command for tenants, in the words of `message`.
+    /// Creates the failure of a command for tenants, with the text `message`.
     pub(crate) fn of_change(message: String, error: &Trouble) -> Self {
         let nobody = if let Trouble::NoSuchTenant { tenant, .. }
         | Trouble::NoProcess { tenant, .. } = error
@@ -77,7 +77,7 @@ impl Failure {
         Self { nobody, is_outside, ..Self::new(message, exit_code_of(error)).because(error) }
     }
 
-    /// Why a command did not start, with the exit code that shells have for it.
+    /// Creates the failure of a program that did not start, with the exit code of shells for it.
     pub(crate) fn of_start(program: &OsStr, error: &io::Error) -> Self {
         let shown = program.display();
         if error.kind() == ErrorKind::NotFound {
@@ -88,12 +88,12 @@ impl Failure {
         }
     }
 
-    /// With a word that says more than the exit code.
+    /// Adds a code that says more than the exit code.
     pub(crate) fn because(self, code: impl Into<Code>) -> Self {
         Self { code: code.into(), ..self }
     }
 
-    /// The tenant that was not found.
+    /// Returns the tenant that was not found.
     pub(crate) fn nobody(&self) -> Option<&TenantName> {
         self.nobody.as_ref()
     }
@@ -106,12 +106,12 @@ impl Failure {
         Document { error: &self.message, code: self.code }
     }
 
-    /// For a person: with its code, GPUs by their short names, and a command to type next if it names none itself.
+    /// Returns the message for a person: with its code, short names of GPUs, and a next command if the message has none.
     pub(crate) fn told(&self) -> String {
         self.told_after(&advice::typed())
     }
 
-    /// As [`Failure::told`], as if somebody had typed `words`.
+    /// As [`Failure::told`], for the command line `words`.
     pub(crate) fn told_after(&self, words: &[String]) -> String {
         let said = self.message.trim_end_matches('.');
         let said = Gpus::numbered(said);

@@ -1,4 +1,4 @@
-//! Files that are written for others to read.
+//! Files that are written for other users to read.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, Write as _};
@@ -9,11 +9,12 @@ use tempfile::Builder;
 
 use crate::failure::{EXIT_UNCHANGED, Failure};
 
-/// Others read them: `node_exporter` runs as a user of its own.
+/// The permissions. Others read the files: `node_exporter` runs as its own user.
 const MODE: u32 = 0o644;
 
-/// Puts a file with `text` in the place of `path` atomically: a reader sees the one before or this one. What lies in `/dev`, such as
-/// `/dev/stdout`, is written to. Else the directory may be one that others write to: what is no regular file is refused.
+/// Replaces the file at `path` by one with `text`, atomically: a reader sees the old or the new file. A path in `/dev`, such as
+/// `/dev/stdout`, is written to directly. Other users may write to the directory, so any other path that is no regular file is
+/// refused.
 pub(crate) fn replace(path: &Path, text: &str) -> Result<(), Failure> {
     let is_device = path.starts_with("/dev/fd") || path.parent() == Some(Path::new("/dev"));
     let written = match fs::symlink_metadata(path) {
@@ -39,12 +40,12 @@ fn failed(path: &Path, error: &io::Error) -> Failure {
 fn try_replace(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_string_lossy();
     let dir = path.parent().filter(|dir| *dir != Path::new("")).unwrap_or(Path::new("."));
-    // Not `*.prom`, which node_exporter would read.
+    // The temporary name does not end in `.prom`: node_exporter would read such a file.
     let prefix = format!(".{name}.");
     let mode = Permissions::from_mode(MODE);
     let mut file = Builder::new().prefix(&prefix).permissions(mode).tempfile_in(dir)?;
     file.write_all(text.as_bytes())?;
-    // Should a process be killed before, one hidden file stays.
+    // If the process is killed before this, one hidden file stays.
     file.persist(path)?;
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! The GPUs of this machine as people know them: index and name as `nvidia-smi` shows them, and the name that all processes
-//! share. NVIDIA's management library tells, or else what the kernel driver shows in `/proc`. Where neither does, a GPU
-//! has only its machine-wide name.
+//! share. The source is NVIDIA's management library, or else the kernel driver's files in `/proc`. Without both, a GPU has only
+//! its machine-wide name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,12 +16,12 @@ use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
 use tenants::budget::gpus;
 
-/// A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
+/// The longest wait for the library. A GPU that has fallen off the bus makes NVIDIA's tools wait for ever.
 const TIMEOUT: Duration = Duration::from_secs(3);
 /// The number of characters of a machine-wide name that tell a machine's GPUs apart: `GPU-5f00be66`.
 const SHORT_CHARS: usize = 12;
 
-/// Of a machine-wide name behind `GPU-`.
+/// The number of characters of a machine-wide name after `GPU-`.
 const UUID_CHARS: usize = 36;
 
 fn is_uuid(text: &str) -> bool {
@@ -32,7 +32,7 @@ fn is_uuid(text: &str) -> bool {
     text.bytes().enumerate().all(fits)
 }
 
-/// Labels of GPUs, those with indices in order and as ranges: `0-3,6`.
+/// Returns the labels of GPUs. Indices are in order and as ranges: `0-3,6`.
 pub(crate) fn labels<'a>(gpus: impl IntoIterator<Item = &'a Gpu>) -> String {
     let (mut indices, mut others) = (BTreeSet::new(), BTreeSet::new());
     for gpu in gpus {
@@ -75,7 +75,7 @@ impl Gpu {
         Self { index: None, name: None, uuid, used_bytes: None, total_bytes: None }
     }
 
-    /// For a narrow column: the index, or the first digits of the machine-wide name.
+    /// Returns a label for a narrow column: the index, or the first digits of the machine-wide name.
     pub(crate) fn label(&self) -> String {
         self.index.map_or_else(
             || self.uuid.chars().take(SHORT_CHARS).collect(),
@@ -83,7 +83,7 @@ impl Gpu {
         )
     }
 
-    /// For a sentence: `GPU 0 (GPU-5f00be66)`, or `GPU-5f00be66`.
+    /// Returns a name for a sentence: `GPU 0 (GPU-5f00be66)`, or `GPU-5f00be66`.
     pub(crate) fn in_words(&self) -> String {
         let short: String = self.uuid.chars().take(SHORT_CHARS).collect();
         self.index.map_or_else(|| short.clone(), |index| format!("GPU {index} ({short})"))
@@ -103,18 +103,18 @@ pub(crate) struct GpuBytes {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gpus {
     list: Vec<Gpu>,
-    /// The memory of each process on them, by its id as the management library tells it; none where that does not
-    /// answer.
+    /// The memory of each process on them, by the process id in the management library; none if the library does not answer.
     held: Option<BTreeMap<u32, Vec<GpuBytes>>>,
 }
 
 impl Gpus {
-    /// Asks this machine, for a bounded time; none are known where it does not answer.
+    /// Queries this machine for its GPUs, for a bounded time. Without an answer, no GPUs are known.
     pub(crate) fn look() -> Self {
         Self::try_look().unwrap_or_default()
     }
 
-    /// As [`Gpus::look`], and nothing where the machine does not answer: a second question would leave one more thread behind.
+    /// As [`Gpus::look`], but returns none if the machine does not answer. Another query would leave one more hanging thread
+    /// behind.
     pub(crate) fn try_look() -> Option<Self> {
         in_time(ask)
     }
@@ -133,32 +133,33 @@ impl Gpus {
         self.list.len()
     }
 
-    /// Returns the memory of each process on each GPU, where the management library tells. Its ids may be those of another pid namespace.
+    /// Returns the memory of each process on each GPU, if the management library reports it. Its ids may be of another PID
+    /// namespace.
     pub(crate) fn held(&self) -> Option<&BTreeMap<u32, Vec<GpuBytes>>> {
         self.held.as_ref()
     }
 
-    /// Returns the memory of a process on each GPU, contexts included, or none if it is not known. In a pid namespace
-    /// of its own this process knows others by other ids than the management library does.
+    /// Returns the memory of a process on each GPU, contexts included, or none if it is not known. In another PID namespace, this
+    /// process and the management library see different ids.
     pub(crate) fn held_by(&self, pid: u32) -> Option<Vec<GpuBytes>> {
         let held = self.held.as_ref()?;
         held.get(&pid).cloned().or_else(|| knows_all_pids().then(Vec::new))
     }
 
-    /// The GPU of this name. An unknown GPU has only its name.
+    /// Returns the GPU with this name. An unknown GPU has only its name.
     pub(crate) fn find(&self, uuid: &str) -> Gpu {
         let known = self.list.iter().find(|gpu| gpu.uuid == uuid);
         known.cloned().unwrap_or_else(|| Gpu::unknown(uuid))
     }
 
-    /// Several, for a sentence: `GPU 0`, `GPU 0-3,6`, or the short names of those that have no index.
+    /// Names several GPUs for a sentence: `GPU 0`, `GPU 0-3,6`, or short names for GPUs without an index.
     pub(crate) fn several<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> String {
         let found: Vec<_> = uuids.into_iter().map(|uuid| self.find(uuid)).collect();
         let label = labels(found.iter());
         if found.iter().any(|gpu| gpu.index.is_some()) { format!("GPU {label}") } else { label }
     }
 
-    /// `text` with each whole machine-wide name as [`Gpu::in_words`] has it.
+    /// Returns `text` with each full machine-wide name replaced by [`Gpu::in_words`].
     pub(crate) fn named_in(&self, text: &str) -> String {
         let mut parts = text.split("GPU-");
         let mut named = parts.next().unwrap_or_default().to_owned();
@@ -177,12 +178,12 @@ impl Gpus {
         named
     }
 
-    /// As [`Self::named_in`] of this machine's GPUs, which are looked for only if the text names one.
+    /// As [`Self::named_in`] for this machine's GPUs. They are queried only if the text names one.
     pub(crate) fn numbered(text: &str) -> String {
         if text.contains("GPU-") { Self::look().named_in(text) } else { text.to_owned() }
     }
 
-    /// All that are known, and those of `uuids` besides.
+    /// Returns all known GPUs, and the further ones of `uuids`.
     pub(crate) fn with<'a>(&self, uuids: impl IntoIterator<Item = &'a str>) -> Vec<Gpu> {
         let mut all = self.list.clone();
         for uuid in uuids {
@@ -194,8 +195,8 @@ impl Gpus {
     }
 }
 
-/// Looks again and again, for commands that go on. After the first look that had no answer none is begun any more, since each
-/// would leave a thread behind: GPUs are then as they were, without figures of their own.
+/// Repeated looks, for commands that go on. After the first look without an answer there are no more, because each would leave a
+/// hanging thread behind. The GPUs are then the last known ones, without their own figures.
 #[derive(Debug, Default)]
 pub(crate) struct Watched {
     last: Gpus,
@@ -203,7 +204,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// The GPUs now, by `ask`, which is [`Gpus::try_look`]; and whether this look is the first without an answer.
+    /// Returns the GPUs now, from `ask`, which is [`Gpus::try_look`], and whether this look is the first without an answer.
     pub(crate) fn look(&mut self, ask: impl FnOnce() -> Option<Gpus>) -> (&Gpus, bool) {
         if self.is_silent {
             return (&self.last, false);
@@ -221,7 +222,7 @@ impl Watched {
     }
 }
 
-/// Runs `ask`, which asks the management library, and returns the answer; nothing if it does not come in time.
+/// Runs `ask`, which queries the management library, and returns the answer; none if it is too late.
 pub(crate) fn in_time<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (say, said) = channel();
     // A thread that hangs in the library ends with this process.
@@ -238,7 +239,7 @@ fn by_library() -> Result<Gpus, NvmlError> {
     let mut list = Vec::new();
     let mut held: BTreeMap<u32, Vec<GpuBytes>> = BTreeMap::new();
     for index in 0..nvml.device_count()? {
-        // One that does not answer is left out, and the others are shown.
+        // A GPU that does not answer is left out, and the others are shown.
         let Ok(device) = nvml.device_by_index(index) else { continue };
         let Ok(uuid) = device.uuid() else { continue };
         let memory = device.memory_info().ok();
@@ -258,13 +259,13 @@ fn by_library() -> Result<Gpus, NvmlError> {
     Ok(Gpus { list, held: Some(held) })
 }
 
-/// Is this process in the first pid namespace of the machine? By the number that the kernel has for that (`PROC_PID_INIT_INO`).
+/// Is this process in the machine's initial PID namespace? The kernel has a fixed inode for it (`PROC_PID_INIT_INO`).
 pub(crate) fn knows_all_pids() -> bool {
     const FIRST: u64 = 0xEFFF_FFFC;
     fs::metadata("/proc/self/ns/pid").is_ok_and(|found| found.ino() == FIRST)
 }
 
-/// `nvidia-smi` numbers GPUs by their place on the bus.
+/// Reads the GPUs from `/proc`. `nvidia-smi` numbers them by their place on the bus.
 fn by_proc(dir: &Path) -> Gpus {
     let gpus = (0..).zip(gpus::places(dir)).filter_map(|(index, place)| {
         let text = fs::read_to_string(dir.join(place).join("information")).ok()?;
@@ -272,7 +273,7 @@ fn by_proc(dir: &Path) -> Gpus {
             let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
             Some(line.trim().to_owned())
         };
-        // A GPU that nobody has used since the machine started is shown with question marks.
+        // A GPU that no process has used since the machine started is shown with question marks.
         let uuid = field("GPU UUID").filter(|uuid| !uuid.contains('?'))?;
         let name = field("Model");
         Some(Gpu { index: Some(index), name, uuid, used_bytes: None, total_bytes: None })

@@ -1,4 +1,4 @@
-//! Answers to words that clap does not know: the way there is to what they ask for.
+//! Answers to words that clap does not know: the command or option to use instead.
 
 use clap::CommandFactory as _;
 use clap::builder::StyledStr;
@@ -6,7 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::args::Cli;
 
-/// A word that other tools have, the subcommands that it is typed with (all if none is named), and the way there is.
+/// A word of other tools, the subcommands that it is typed with (all if none is named), and the right way.
 const HINTS: [(&str, &str, &str); 7] = [
     ("--watch", "", "`watch -n 1 sublet ps` shows it again each second"),
     ("--deep", "resume", "a plain resume brings the contexts of a deep pause back too"),
@@ -17,7 +17,7 @@ const HINTS: [(&str, &str, &str); 7] = [
     ("wake", "", "`sublet resume TENANT` brings its GPU memory back"),
 ];
 
-/// `error` with the command that does what `words` want, instead of clap's own hint to pass an option as a name.
+/// Returns `error` with the command that does what `words` intend, instead of clap's hint to pass an option as a name.
 pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error {
     let is_incomplete = matches!(
         error.kind(),
@@ -50,7 +50,7 @@ pub(crate) fn with_hint(mut error: clap::Error, words: &[String]) -> clap::Error
     error
 }
 
-/// The example of a subcommand's help.
+/// Returns the example of a subcommand's help.
 fn example(verb: &str) -> Option<StyledStr> {
     Cli::command().find_subcommand(verb)?.get_after_help().cloned()
 }

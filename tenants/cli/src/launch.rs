@@ -1,5 +1,5 @@
-//! One launch: all processes that one launcher has started. A tenant's name is for one launch at a time, so that a second server of the same
-//! name does not become a part of the first.
+//! A launch is all processes that one launcher has started. A tenant's name belongs to one launch at a time. So a second server
+//! of the same name does not become a part of the first.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -18,20 +18,21 @@ use crate::environment::Environment;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::{early, gpus, outsiders};
 
-/// Variables that all processes of one launch have alike, and no two launches: those of a line together.
+/// Variables whose values are the same in all processes of a launch, and differ between launches. Those of a line count together.
 const SAME: [&[&str]; 4] = [
     &[LAUNCH_VARIABLE],
     &["SLURM_JOB_ID", "SLURM_STEP_ID"],
     &["PMIX_NAMESPACE"],
     &["TORCHELASTIC_RUN_ID"],
 ];
-/// The run id of torchrun where nobody has given one.
+/// The run id of torchrun if none was given.
 const NO_RUN_ID: &str = "none";
-/// Time for a job of the same name to end, which a supervisor may have ended a moment ago.
+/// The time for a job of the same name to end: a supervisor may have stopped it a moment ago.
 const PREDECESSOR_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The mark of this launch, which `sublet run` leaves in the environment of its job: that of an outer `sublet run`, or a new one.
+/// Returns the mark of this launch, which `sublet run` puts into the environment of its job: that of an outer `sublet run`, or a
+/// new one.
 pub(crate) fn mark(environment: &Environment) -> String {
     let outer = environment.get(LAUNCH_VARIABLE).map(|mark| mark.to_string_lossy().into_owned());
     outer.unwrap_or_else(|| {
@@ -51,13 +52,14 @@ fn is_same<'a>(
     SAME.iter().any(|names| names.iter().all(is_alike))
 }
 
-/// While it is held no other `sublet run` chooses or takes a name. None if it cannot be had in time: two jobs may then have one name.
+/// Returns a lock: while it is held, no other `sublet run` chooses or takes a name. None if it is not free in time; two jobs may
+/// then get one name.
 pub(crate) fn turn(run_dir: &Path) -> Option<File> {
     let file = File::open(run_dir).ok()?;
     gpus::in_time(move || file.lock().ok().map(|()| file)).flatten()
 }
 
-/// Processes of `tenant` that another launch has started.
+/// Returns the processes of `tenant` that another launch has started.
 fn others(tenant: &TenantName, run_dir: &RunDir, environment: &Environment) -> Vec<u32> {
     let dir = run_dir.existing_tenant(tenant).ok().flatten();
     let mut pids = dir.map(|dir| dir.pids()).unwrap_or_default();
@@ -70,10 +72,11 @@ fn others(tenant: &TenantName, run_dir: &RunDir, environment: &Environment) -> V
     pids.into_iter().filter(is_other).collect()
 }
 
-/// Takes `tenant` for this launch. Blocks until a job of that name has ended, for ten seconds at most, and `tell` is told so.
+/// Takes the name `tenant` for this launch. Blocks until a job of that name has ended, for ten seconds at most, and reports the
+/// wait to `tell`.
 ///
 /// # Errors
-/// A job of another launch has the name, and goes on.
+/// A job of another launch has the name, and does not end.
 pub(crate) fn take(
     tenant: &TenantName,
     run_dir: &RunDir,
@@ -106,7 +109,7 @@ pub(crate) fn take(
             ));
             is_told = true;
         }
-        // The kernel says of no process that is not a child when it ends.
+        // The kernel does not report the end of a process that is not a child.
         clock.wait(LOOK_EVERY);
     }
 }

@@ -79,7 +79,7 @@ fn main() -> ExitCode {
             }
             if wants_json {
                 let mut document = Output::new();
-                // Where standard output takes nothing, the line above and the exit code say it.
+                // If standard output cannot be written, the line above and the exit code report the failure.
                 document.json(&failure.document()).and_then(|()| document.finish()).ok();
             }
             failure.exit_code()
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
 }
 
 /// Raises the soft limit of open files to the hard one: each process of a tenant takes two descriptors of this command.
-/// If it cannot be raised, the command says what it lacks when it lacks it.
+/// If it cannot be raised, the command reports missing descriptors only when it lacks them.
 fn raise_descriptor_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
@@ -107,7 +107,7 @@ fn dispatch(
     environment: &Environment,
     output: &mut Output,
 ) -> Result<ExitCode, Failure> {
-    // A program that is run keeps its own.
+    // A program that is run keeps its own limit.
     if !matches!(command, Command::Run(_) | Command::Simulate(_)) {
         raise_descriptor_limit();
     }

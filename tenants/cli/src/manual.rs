@@ -1,4 +1,4 @@
-//! `sublet completions` and `sublet man`: what shells and `man` need, out of the definition of the command line.
+//! `sublet completions` and `sublet man`: files for shells and `man`, from the definition of the command line.
 
 use std::io;
 use std::iter;
@@ -43,10 +43,10 @@ pub(crate) fn man(args: &ManArgs, output: &mut Output) -> Result<ExitCode, Failu
     Ok(ExitCode::SUCCESS)
 }
 
-/// Name and text of each page: the command's own, and one for each of its commands.
+/// Returns the name and text of each page: the command's own, and one for each subcommand.
 fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
     let mut whole = Cli::command().disable_help_subcommand(true);
-    // Gives the parts the names that their pages have.
+    // This gives the subcommands the names of their pages.
     whole.build();
     let commands: Vec<_> = iter::once(&whole).chain(shown(&whole)).cloned().collect();
     let page = |command| -> io::Result<(String, Vec<u8>)> {
@@ -59,7 +59,7 @@ fn pages() -> Result<Vec<(String, Vec<u8>)>, Failure> {
     pages.map_err(|error| Failure::of(&error, EXIT_UNCHANGED))
 }
 
-/// The commands that people type.
+/// Returns the commands that people type.
 fn shown(whole: &clap::Command) -> impl Iterator<Item = &clap::Command> {
     whole.get_subcommands().filter(|command| !command.is_hide_set())
 }

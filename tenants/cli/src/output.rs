@@ -1,4 +1,5 @@
-//! The one way to standard output. What others wrote is made plain here, once. A reader that has gone away (`sublet ps | head -1`) is no error.
+//! The only module that writes to standard output. Control characters in text of others are replaced here, once. A reader that
+//! has ended (`sublet ps | head -1`) is no error.
 
 use std::io::{self, ErrorKind, Write as _};
 
@@ -9,7 +10,7 @@ use tenants::error_text::plain;
 use crate::failure::{EXIT_PARTIAL, EXIT_UNCHANGED, Failure};
 use crate::units;
 
-/// Changes when a program that reads the documents of the version before would misread them (`docs/json.md`).
+/// The version of documents. It changes when programs for the version before would misread them (`docs/json.md`).
 pub(crate) const JSON_VERSION: u32 = 1;
 
 /// A document as it is printed.
@@ -26,7 +27,7 @@ pub(crate) struct Versioned<T> {
 #[derive(Debug, Default)]
 pub(crate) struct Output {
     text: String,
-    /// Columns of the terminal, if one reads.
+    /// The columns of the terminal, if the output goes to one.
     columns: Option<usize>,
 }
 
@@ -44,12 +45,12 @@ impl Output {
         lines.into_iter().for_each(|line| self.line(line));
     }
 
-    /// Text of whole lines. It comes from this program, or has no control characters.
+    /// Adds whole lines of text. The text is from this program, or has no control characters.
     pub(crate) fn text_block(&mut self, text: &str) {
         self.text.push_str(text);
     }
 
-    /// Lines are cut at the end of a terminal: what is longest stands last.
+    /// Adds a table. Its lines are cut to the width of a terminal, so the longest column is the last.
     pub(crate) fn table(&mut self, table: &Table) {
         let mut table = table.clone();
         for row in table.row_iter_mut() {
@@ -61,7 +62,7 @@ impl Output {
         }
     }
 
-    /// A document for programs, indented, with [`JSON_VERSION`] as its first field. `fields` is a struct.
+    /// Adds a document for programs, indented, with [`JSON_VERSION`] as its first field. `fields` is a struct.
     pub(crate) fn json(&mut self, fields: &impl Serialize) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(&Versioned { version: JSON_VERSION, fields })
             .map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
@@ -69,12 +70,13 @@ impl Output {
         Ok(())
     }
 
-    /// Writes all lines, of a command that changes nothing.
+    /// Writes all lines of a command that changes nothing.
     pub(crate) fn finish(self) -> Result<(), Failure> {
         self.finish_after(false)
     }
 
-    /// Writes all lines, of a command that has changed what it was to change if it `is_done`. That stays so if nothing can be written.
+    /// Writes all lines of a command that changes something. If it `is_done`, the change is complete, also if the output cannot
+    /// be written.
     pub(crate) fn finish_after(self, is_done: bool) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();
         let written = stdout.write_all(self.text.as_bytes()).and_then(|()| stdout.flush());
@@ -104,7 +106,7 @@ impl Output {
     }
 }
 
-/// Tells a person on standard error. Nobody can be told when that fails, so it is not checked.
+/// Writes a message to standard error. A failure of that could not be reported anywhere, so it is not checked.
 pub(crate) fn complain(message: &str) {
     writeln!(io::stderr().lock(), "sublet: {}", plain(message)).ok();
 }

@@ -1,5 +1,5 @@
-//! The processes that hold a GPU's memory, as NVIDIA's management library tells. The library sees also processes that
-//! do not run under Sublet or do not answer. It is there wherever `nvidia-smi` is.
+//! The processes that hold a GPU's memory, from NVIDIA's management library. The library also sees processes that do not run
+//! under Sublet or do not answer. It exists wherever `nvidia-smi` does.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use crate::early::{self, Parentage};
 use crate::gpus::{self, GpuBytes, Gpus};
 use crate::units;
 
-/// Only the largest are of use to a person.
+/// The most processes that are shown. Only the largest are of use to a person.
 const PROCESSES_MAX: usize = 4;
 /// Longest start of a command line that is shown, in characters.
 const COMMAND_CHARS_MAX: usize = 60;
@@ -30,14 +30,14 @@ pub(crate) struct Occupant {
     bytes: Option<u64>,
 }
 
-/// The processes with the most memory on the GPU of this machine-wide name, largest first. None where the
-/// library is missing, does not know, or does not answer in time.
+/// Returns the processes with the most memory on the GPU with this machine-wide name, largest first. Empty if the library is
+/// missing, does not know, or does not answer in time.
 pub(crate) fn largest_on(uuid: &str) -> Vec<Occupant> {
     let uuid = uuid.to_owned();
     gpus::in_time(move || occupants(&uuid)).flatten().unwrap_or_default()
 }
 
-/// The processes that hold the most of each of these GPUs, where the library tells.
+/// Describes the processes that hold the most memory of each of these GPUs, if the library reports them.
 pub(crate) fn in_words<'a>(uuids: impl Iterator<Item = &'a str>) -> impl Iterator<Item = String> {
     uuids.filter_map(|uuid| {
         let named: Vec<_> = largest_on(uuid).iter().map(ToString::to_string).collect();
@@ -61,7 +61,7 @@ impl Outside {
         self.gpus.iter().map(|held| held.bytes).sum()
     }
 
-    /// Says that a pause of its tenant does not reach it.
+    /// Returns a remark that a pause of its tenant does not reach it, if a tenant's job started it.
     pub(crate) fn strayed(&self) -> Option<String> {
         let tenant = self.strayed_from.as_ref()?;
         let (pid, command, size) = (self.pid, &self.command, units::bytes(self.bytes()));
@@ -71,8 +71,8 @@ impl Outside {
     }
 }
 
-/// Those of all processes with memory on `gpus` that are of no tenant, the largest first. `members` are the processes of all tenants. None where
-/// the management library does not tell, or by other process ids than this machine's.
+/// Returns the processes with memory on `gpus` that are of no tenant, the largest first. `members` are the processes of all
+/// tenants. None if the management library does not report processes, or uses other process ids than this process sees.
 pub(crate) fn outside(
     run_dir: &RunDir,
     members: &BTreeSet<u32>,
@@ -97,7 +97,8 @@ pub(crate) fn outside(
     Some(found)
 }
 
-/// Those that the job of `tenant` started without Sublet. Empty where the management library does not tell.
+/// Returns the processes that the job of `tenant` started without Sublet. Empty if the management library does not report
+/// processes.
 pub(crate) fn strayed_from(run_dir: &RunDir, tenant: &TenantName, gpus: &Gpus) -> Vec<Outside> {
     let dir = run_dir.existing_tenant(tenant).ok().flatten();
     let members = dir.map(|dir| dir.pids()).unwrap_or_default().into_iter().collect();

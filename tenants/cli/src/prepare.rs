@@ -1,4 +1,4 @@
-//! `sublet prepare`: host memory for the next pause, brought in while the tenant runs.
+//! `sublet prepare`: host memory for the next pause, allocated while the tenant runs.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -45,7 +45,7 @@ pub(crate) fn prepare(
     Ok(if is_done { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
-/// Says how far all processes are, and how far each of them is.
+/// Returns a line with the progress of all processes together, and of each.
 fn line_of(tenant: &TenantName, processes: &[PreparedProcess]) -> String {
     let of = |PreparedProcess { who, host, .. }: &_| (*who, host.held_bytes, host.wanted_bytes);
     bytes_line(tenant, "of host memory ready", processes.iter().map(of))

@@ -1,4 +1,4 @@
-//! A line on the terminal for what takes longer than a second: the step, or how much is copied by now.
+//! A progress line on the terminal for commands that take longer than a second: the step, or the bytes copied so far.
 
 use std::collections::BTreeSet;
 use std::io::IsTerminal as _;
@@ -20,18 +20,19 @@ use crate::{output, signals, units};
 
 const QUIET_TIME: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(100);
-/// The time between two looks at how much processes have copied.
+/// The time between two looks at the bytes that processes have copied.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// They answer in milliseconds. The command waits for no answer longer when it is over.
+/// The timeout of an answer. Processes answer in milliseconds, and the command's end waits no longer than this.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Shows what the coordinator is at; nothing when standard error is no terminal, nor next to a document for programs.
+/// Shows the step of the coordinator. Shows nothing if standard error is no terminal, or if the command prints a document for
+/// programs.
 #[derive(Debug)]
 pub(crate) struct Progress {
     shown: Arc<Shown>,
     done: usize,
     members: usize,
-    /// It was said that a pause or resume cannot be called off any more.
+    /// Was it reported that the pause or resume cannot be called off any more?
     goes_on: bool,
     /// Wakes and ends the thread that shows the line after [`QUIET_TIME`].
     shower: Option<(Sender<()>, JoinHandle<()>)>,
@@ -70,7 +71,7 @@ impl Shown {
 }
 
 impl Progress {
-    /// Of a command on tenants of `run_dir`.
+    /// Starts the line of a command on tenants of `run_dir`.
     pub(crate) fn start(show: ShowArgs, run_dir: &RunDir) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         let is_shown = !show.json && std::io::stderr().is_terminal();
@@ -100,7 +101,7 @@ impl Progress {
                 let text = format!("{step}: {} of {} processes", self.done, self.members);
                 self.say(text);
             }
-            // What was cleaned up is in the report.
+            // The report lists what was cleaned up.
             Event::StepDone { .. } | Event::StaleRemoved { .. } => {}
             Event::WaitingForCut { who, laggard, others } => {
                 let more =
@@ -141,7 +142,7 @@ impl Progress {
         self.shown.change(|texts| texts.step = text);
     }
 
-    /// Says something that a person should read also when standard error is a file.
+    /// Prints a message that a person should read even if standard error is a file.
     pub(crate) fn tell(&self, message: &str) {
         self.warn(message);
     }
@@ -155,7 +156,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         if let Some((stop, thread)) = self.shower.take() {
             drop(stop);
-            // It only waits, asks and draws; should it have failed, the line is simply not there.
+            // The thread only waits, queries and draws. If it has failed, only the line is missing.
             thread.join().ok();
         }
         self.shown.bar.finish_and_clear();
@@ -194,7 +195,7 @@ struct Move {
     copied: CopiedBytes,
 }
 
-/// Asks the processes of `tenants`, each on a connection of its own: those of the coordinator are busy.
+/// Queries the processes of `tenants` on new connections, because those of the coordinator are busy.
 fn look(run_dir: &RunDir, tenants: BTreeSet<TenantName>) -> Vec<Move> {
     let options = || Options { contact_timeout: ANSWER_TIMEOUT, ..Options::default() };
     let coordinator = |tenant| Coordinator::new(run_dir.clone(), tenant, options());
@@ -203,7 +204,7 @@ fn look(run_dir: &RunDir, tenants: BTreeSet<TenantName>) -> Vec<Move> {
     all.into_iter().filter_map(|holdings| move_of(&holdings.stats.ok()?)).collect()
 }
 
-/// None if it copies nothing.
+/// Returns the copies of one tenant; none if it copies nothing.
 fn move_of(stats: &TenantStats) -> Option<Move> {
     let each = || stats.members.iter().map(|member| member.copied);
     let copied = CopiedBytes {
@@ -215,7 +216,7 @@ fn move_of(stats: &TenantStats) -> Option<Move> {
     (copied.of_bytes > 0).then(|| Move { tenant: stats.tenant.clone(), is_pause, copied })
 }
 
-/// Such as "pausing train: 12.4 of 48 GiB, 11 s left".
+/// Returns a line such as "pausing train: 12.4 of 48 GiB, 11 s left".
 fn copies_line(moves: &[Move], left: Option<Duration>) -> String {
     let each = moves.iter().map(|Move { tenant, is_pause, copied }| {
         let verb = if *is_pause { "pausing" } else { "resuming" };
@@ -238,7 +239,7 @@ fn copies_line(moves: &[Move], left: Option<Duration>) -> String {
 struct Pace(Option<(Instant, u64)>);
 
 impl Pace {
-    /// Returns the time that the rest takes at the speed so far; none before something was done.
+    /// Returns the time for the rest at the speed so far; none before the first bytes.
     fn left(&mut self, now: Instant, moves: &[Move]) -> Option<Duration> {
         let done_bytes: u64 = moves.iter().map(|one| one.copied.done_bytes).sum();
         let of_bytes: u64 = moves.iter().map(|one| one.copied.of_bytes).sum();
@@ -254,7 +255,8 @@ impl Pace {
     }
 }
 
-/// The line of a command that has `what` done of bytes: all, and those of each process, as who, how many and of how many.
+/// Returns the line of a command whose bytes are `what`: of all, and of each process. Each process has its name, the bytes done
+/// and the total.
 pub(crate) fn bytes_line(
     tenant: &TenantName,
     what: &str,

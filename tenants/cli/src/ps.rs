@@ -26,10 +26,10 @@ use remarks::{remarks_of_members, tenant_remarks};
 pub(crate) const NOBODY: &str =
     "no tenant is running; start one with: sublet run --tenant NAME -- COMMAND ARGUMENTS";
 
-/// In the column of tenants, of a process that is of none.
+/// The entry in the column of tenants for a process of no tenant.
 const OUTSIDE: &str = "(outside Sublet)";
 
-/// So many GPUs are shown with what is free on each.
+/// The most GPUs for which the free memory is shown separately.
 const GPUS_APART_MAX: usize = 4;
 
 pub(crate) fn ps(
@@ -61,14 +61,14 @@ pub(crate) fn ps(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Processes of one tenant that stand alike.
+/// Processes of one tenant that are in the same state.
 #[derive(Default)]
 struct Group<'a> {
     pids: Vec<u32>,
     gpus: BTreeMap<&'a str, &'a Gpu>,
     on_gpu_bytes: u64,
     off_gpu_bytes: u64,
-    /// The bytes that its paused processes have on GPUs, where that is known of one.
+    /// The bytes that its paused processes have on GPUs, if known of at least one.
     left_bytes: Option<u64>,
     command: &'a str,
     idleness: Option<Idleness>,
@@ -109,7 +109,7 @@ impl<'a> Group<'a> {
     }
 }
 
-/// A row for each tenant, or for those of its processes that stand alike; and what people should know.
+/// Prints a row for each tenant, or for each group of its processes in the same state, and remarks.
 fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
     let mut rows = Vec::new();
     for tenant in &view.tenants {
@@ -123,7 +123,7 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
             if let Some(left) = tenant.left_by(info.pid) {
                 *group.left_bytes.get_or_insert(0) += left.bytes();
             }
-            // A tenant is idle if all its processes are, and for as long as the last of them.
+            // A tenant is idle if all its processes are. Its idle time is the shortest of theirs.
             let other = group.idleness.unwrap_or(member.idleness);
             group.idleness = Some(Idleness {
                 quiet_us: member.idleness.quiet_us.min(other.quiet_us),
@@ -165,7 +165,7 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
         vec!["TENANT", "FAMILY", "STATE", "GPU", "ON GPU", "OFF GPU", "PID", "COMMAND"];
     let mut numbers = [4, 5, 6];
     if rows.iter().all(|row| row[1] == "-") {
-        // Most tenants are in none.
+        // Most tenants are in no family.
         header.remove(1);
         numbers = numbers.map(|column| column - 1);
         for row in &mut rows {
@@ -190,7 +190,7 @@ fn overview(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output)
     }));
 }
 
-/// Puts the users of [`all_users`] into a first column of their own.
+/// Puts the users of [`all_users`] into a separate first column.
 fn user_column(header: &mut Vec<&str>, numbers: &mut [usize], rows: &mut [Vec<String>]) {
     if rows.iter().all(|row| !row[0].contains('/')) {
         return;
@@ -207,19 +207,19 @@ fn user_column(header: &mut Vec<&str>, numbers: &mut [usize], rows: &mut [Vec<St
     }
 }
 
-/// Says who changes the tenant, and who is waited for.
+/// Returns sentences about the processes that change the tenant, and those that are waited for.
 fn waits_of(tenant: &TenantView) -> impl Iterator<Item = String> {
     let said = waiting::sentences(tenant, outsiders::command_of).into_iter();
     said.map(|text| format!("{}: {text}", tenant.stats.tenant))
 }
 
-/// Says how much memory is free, and which processes no pause reaches.
+/// Returns lines about the free memory, and about processes that no pause reaches.
 fn ending(view: &View) -> impl Iterator<Item = String> {
     let strayed = view.outside.iter().flatten().filter_map(Outside::strayed);
     free_line(view).into_iter().chain(unchecked(view)).chain(strayed)
 }
 
-/// Says that processes outside may be there and are not shown.
+/// Returns a line if processes outside may exist that are not shown.
 fn unchecked(view: &View) -> Option<String> {
     let is_asked = view.gpus.iter().any(|gpu| gpu.used_bytes.is_some());
     (is_asked && view.outside.is_none()).then(|| {
@@ -228,7 +228,7 @@ fn unchecked(view: &View) -> Option<String> {
     })
 }
 
-/// Says how much memory is free, where the management library tells.
+/// Returns a line about the free memory, if the management library reports it.
 fn free_line(view: &View) -> Option<String> {
     let known = view.gpus.iter().filter_map(|gpu| {
         let total_bytes = gpu.total_bytes?;
@@ -257,7 +257,8 @@ fn free_line(view: &View) -> Option<String> {
     })
 }
 
-/// The state of a process, and the tags that it runs without, or stands still without while its other memory is there.
+/// Returns the state of a process, with the tags of memory that it lacks while it runs, or while it is stopped with its other
+/// memory in place.
 fn state_with_tags(member: &MemberInfo) -> String {
     let state = state_label(member.state);
     let is_by_tag = member.state == MemberState::Active || member.stands_without.is_some();
@@ -265,8 +266,8 @@ fn state_with_tags(member: &MemberInfo) -> String {
     if tags.is_empty() { state.to_owned() } else { format!("{state} ({} away)", tags.join(", ")) }
 }
 
-/// For how long a process has done nothing, where that is long: `idle` when its devices were seen to have nothing left to do, else
-/// `quiet`.
+/// Returns the time for which a process has done nothing, if that is long: as `idle` if its devices were seen to have no work
+/// left, else as `quiet`.
 fn idle_label(idleness: &Idleness) -> Option<String> {
     const SHOWN_FROM_US: u64 = 1_000_000;
     let Idleness { quiet_us, is_drained, .. } = idleness;
@@ -274,7 +275,7 @@ fn idle_label(idleness: &Idleness) -> Option<String> {
     (*quiet_us >= SHOWN_FROM_US).then(|| format!("{word} {} s", quiet_us / 1_000_000))
 }
 
-/// Says what a paused process has left on GPUs.
+/// Returns a text about the bytes that a paused process has left on GPUs.
 pub(crate) fn left_label(bytes: u64) -> String {
     if bytes == 0 { "nothing left".to_owned() } else { format!("{} left", units::bytes(bytes)) }
 }
@@ -285,7 +286,7 @@ fn standing_label(member: &MemberStats) -> String {
     idle.map_or_else(|| state.clone(), |idle| format!("{state}, {idle}"))
 }
 
-/// The tags of memory that a process which runs is without. NCCL's is away also if it had no memory.
+/// Returns the tags of memory that a running process lacks. NCCL's tag may be paused even without memory.
 fn tags_away(member: &MemberInfo) -> Vec<&str> {
     let is_away = |row: &&TagBytes| row.away_bytes + row.imported_away_bytes > 0;
     let tags = member.tags.iter().filter(is_away).map(|row| row.tag.as_str());

@@ -1,4 +1,5 @@
-//! `sublet run`: becomes the command, with the preload object and the tenant's name in its environment. Where no name is given, it chooses one.
+//! `sublet run`: becomes the command, with the preload object and the tenant's name in its environment. If no name is given, it
+//! chooses one.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -24,7 +25,7 @@ use crate::{budget, early, launch, output, outsiders};
 /// File name of the preload object.
 pub(crate) const LIBRARY_NAME: &str = "libsublet.so";
 
-/// Returns only when the command could not be started.
+/// Becomes the command. Returns only if the command could not be started.
 pub(crate) fn run(
     args: &RunArgs,
     environment: &Environment,
@@ -54,7 +55,7 @@ pub(crate) fn run(
         .command
         .split_first()
         .ok_or_else(|| Failure::new("no command was given".to_owned(), EXIT_NOT_FOUND))?;
-    // Before anything is said of a job that will not be.
+    // This check comes before any message about a job that cannot start.
     if !is_found(program, environment.get("PATH")) {
         return Err(Failure::of_start(program, &ErrorKind::NotFound.into()));
     }
@@ -77,7 +78,7 @@ pub(crate) fn run(
     Err(Failure::of_start(program, &error))
 }
 
-/// Is there a program of this name, where the system would look for it?
+/// Is there a program with this name where the system would look for it?
 fn is_found(program: &OsStr, path: Option<&OsStr>) -> bool {
     let is_path = program.as_bytes().contains(&b'/');
     let Some(path) = path.filter(|_| !is_path) else {
@@ -94,7 +95,7 @@ fn note_of_name(Chosen { tenant, taken, .. }: &Chosen) -> String {
     )
 }
 
-/// That the job joins processes which run already: the same name, given by habit, makes one tenant of two jobs.
+/// Returns a note that the job joins running processes. A name that was given by habit can make one tenant of two jobs.
 fn note_of_others(tenant: &TenantName, run_dir: &RunDir) -> Option<String> {
     let others = run_dir.existing_tenant(tenant).ok().flatten()?.pids();
     let first = others.first()?;
@@ -143,7 +144,7 @@ fn check_settings(
     for text in environment.unknown_settings() {
         output::complain(&text);
     }
-    // Options replace what they set, but for the turns, which they change.
+    // Options replace settings, except for the turns, which they change.
     let names = own.iter().map(|(name, _)| *name);
     let mut replaced: Vec<_> = names.filter(|name| *name != TURNS_VARIABLE).collect();
     replaced.extend((!args.budgets.is_empty()).then_some(BUDGET_VARIABLE));
@@ -151,7 +152,7 @@ fn check_settings(
     if wrong.is_empty() { Ok(()) } else { Err(Failure::new(wrong.join("; "), EXIT_USAGE)) }
 }
 
-/// The preload object: as given, next to this command, or in `../lib`.
+/// Returns the preload object: the given one, or that next to this command or in `../lib`.
 pub(crate) fn find_library(
     given: Option<&Path>,
     environment: &Environment,
@@ -172,7 +173,7 @@ pub(crate) fn find_library(
     })
 }
 
-/// `library` before what is preloaded already.
+/// Returns the list of preloaded libraries with `library` in front.
 fn prepend(library: &Path, before: Option<&OsStr>) -> Result<OsString, Failure> {
     let name = library.as_os_str();
     // The loader takes a list that blanks and colons divide, and has no way to quote them.
@@ -196,13 +197,13 @@ fn prepend(library: &Path, before: Option<&OsStr>) -> Result<OsString, Failure> 
 
 // A name for the tenant.
 
-/// Of a command that has no letter to make a name of.
+/// The name for a command without a letter that a name could have.
 const NAMELESS: &str = "job";
 /// Room for a number behind a name.
 const NUMBER_BYTES: usize = 5;
 
-/// A name that no process has. Nobody else chooses while `turn` is held, which ends when this process becomes its command:
-/// then others see the name in its environment.
+/// A name that no process has. No other process chooses one while `_turn` is held. That lock ends when this process becomes its
+/// command; then others see the name in its environment.
 struct Chosen {
     tenant: TenantName,
     /// The first choice, if somebody has it.
@@ -210,8 +211,8 @@ struct Chosen {
     _turn: Option<File>,
 }
 
-/// Chooses a name for `command`. Jobs of one array start together: each looks for a name while no other does. Blocks for as long as
-/// [`launch::turn`] at most.
+/// Chooses a name for `command`. Jobs of one array start together, so each looks for a name while no other does. Blocks at most
+/// as long as [`launch::turn`].
 fn choose(command: &[OsString], run_dir: &RunDir) -> Result<Chosen, Failure> {
     let turn = launch::turn(run_dir.path());
     let live = run_dir.live_tenants()?.into_iter();
@@ -225,7 +226,8 @@ fn choose(command: &[OsString], run_dir: &RunDir) -> Result<Chosen, Failure> {
     Ok(Chosen { taken: (tenant != first).then_some(first), tenant, _turn: turn })
 }
 
-/// The script that a command runs, or its Python module, or its program: `torchrun --nproc-per-node 4 examples/train.py` is `train`.
+/// Returns a name from the script that a command runs, or its Python module, or its program: `torchrun --nproc-per-node 4
+/// examples/train.py` is `train`.
 fn name_of(command: &[OsString]) -> Result<TenantName, NameError> {
     let words: Vec<_> = command.iter().map(|word| word.to_string_lossy()).collect();
     let program = words.first().and_then(|word| Path::new(&**word).file_name());
@@ -241,7 +243,7 @@ fn name_of(command: &[OsString]) -> Result<TenantName, NameError> {
     named(&script.or_else(module).unwrap_or(program.clone()))
 }
 
-/// `text` as far as a tenant's name can have it.
+/// Returns `text` with the letters that a tenant's name can have.
 fn named(text: &str) -> Result<TenantName, NameError> {
     let plain = |letter: char| match letter {
         'a'..='z' | 'A'..='Z' | '0'..='9' | '.' | '_' => letter,

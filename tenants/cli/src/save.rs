@@ -1,4 +1,4 @@
-//! `sublet save`: what a tenant has saved, into files.
+//! `sublet save`: writes the saved contents of a tenant to files.
 
 use std::process::ExitCode;
 
@@ -38,7 +38,7 @@ pub(crate) fn save(
     Ok(if report.map.complete { ExitCode::SUCCESS } else { ExitCode::from(EXIT_PARTIAL) })
 }
 
-/// Says how far all processes are, and how far each of them is.
+/// Returns a line with the progress of all processes together, and of each.
 fn line_of(tenant: &TenantName, states: &[SaveState]) -> String {
     let of = |state: &SaveState| (state.who, state.written_bytes, state.total_bytes);
     bytes_line(tenant, "written", states.iter().map(of))
@@ -73,7 +73,7 @@ fn table(report: &SaveReport) -> Table {
     table
 }
 
-/// Prints what was not there, who is missing, and where to begin reading.
+/// Prints missing contents, missing processes, and the file to read first.
 fn remarks(report: &SaveReport, output: &mut Output) {
     let map = &report.map;
     let accounts = || map.processes.iter().map(|process| process.account);

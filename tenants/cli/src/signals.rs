@@ -5,8 +5,8 @@
 //! code that says whether there was a way back; the tenant's processes notice, and finish or undo their part
 //! by themselves.
 //!
-//! Ctrl-Z does nothing: a command that stands still would have the tenant stand still with it. Nor does writing to
-//! the terminal from the background stop it.
+//! Ctrl-Z does nothing: a stopped command would stop the tenant with it. Writing to the terminal from the background does not
+//! stop it either.
 
 use std::io;
 use std::sync::atomic::AtomicBool;
@@ -20,7 +20,7 @@ use crate::failure::{EXIT_CALLED_OFF, EXIT_PARTIAL, EXIT_UNCHANGED, Failure};
 
 /// The effect of the second signal of a kind.
 struct Second {
-    /// There was one before.
+    /// Was there a first signal?
     is_second: Arc<AtomicBool>,
     actions: Vec<SigId>,
 }
@@ -28,7 +28,7 @@ struct Second {
 static SECOND: Mutex<Option<Second>> = Mutex::new(None);
 
 impl Second {
-    /// From now on it ends the command with `code`.
+    /// Makes the second signal end the command with `code`.
     fn leave_with(&mut self, code: u8) -> io::Result<()> {
         for action in self.actions.drain(..) {
             low_level::unregister(action);
@@ -44,16 +44,17 @@ impl Second {
     }
 }
 
-/// Something has changed that cannot be called off: a command that leaves by a second signal must not say that nothing has.
+/// Notes a change that cannot be called off. After it, a command that a second signal ends must not report that nothing was
+/// changed.
 pub(crate) fn past_recall() {
     let mut second = SECOND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(mut second) = second.take() {
-        // Where the system will not have it, a second signal does as little as the first.
+        // If the system refuses this, a second signal does no more than the first.
         let _watched = second.leave_with(EXIT_PARTIAL);
     }
 }
 
-/// Takes these signals over for the rest of the process's life.
+/// Handles these signals for the rest of the process's life.
 pub(crate) fn watch() -> Result<Interrupt, Failure> {
     try_watch().map_err(|error| {
         let message = format!("signals could not be watched, and nothing was changed: {error}");
@@ -70,7 +71,7 @@ fn try_watch() -> io::Result<Interrupt> {
         low_level::pipe::register(signal, raise.try_clone()?)?;
     }
     for signal in [SIGTSTP, SIGTTOU] {
-        // To be handled is enough not to be stopped; nobody looks at the flag.
+        // A handled signal does not stop the process. The flag is not read.
         flag::register(signal, Arc::default())?;
     }
     Ok(interrupt)

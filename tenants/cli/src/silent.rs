@@ -1,5 +1,4 @@
-//! Processes of a tenant that did not answer, as the kernel shows them: a process that is stopped says nothing itself, and
-//! holds its memory all the same.
+//! Processes of a tenant that did not answer, as the kernel shows them. A stopped process cannot answer, but holds its memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,7 +37,7 @@ pub(crate) enum Standing {
 }
 
 impl Standing {
-    /// For the column of states.
+    /// Returns the text for the column of states.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Stopped => "no answer: stopped (SIGSTOP)",
@@ -51,7 +50,7 @@ impl Standing {
 }
 
 impl Silent {
-    /// Those of a tenant that live, by process id. The GPUs are left out.
+    /// Returns the live ones of a tenant, by process id, without their GPUs.
     pub(crate) fn of(stats: &TenantStats) -> Vec<Self> {
         let of = |failure: &MemberFailure| {
             let pid = failure.who.pid?;
@@ -66,11 +65,11 @@ impl Silent {
     }
 }
 
-/// Returns the standing of the process of this directory in `/proc`; none of one that has ended.
+/// Returns the state of the process with this directory in `/proc`; none if it has ended.
 fn standing_of(dir: PathBuf, groups: &Path) -> Option<Standing> {
     let process = Process::new_with_root(dir).ok()?;
     let own = process.stat().ok().map(|stat| stat.state).filter(|state| !"ZX".contains(*state))?;
-    // The thread that answers is not the first.
+    // The thread that answers is not the main thread.
     let mut threads = process.tasks().into_iter().flatten().flatten();
     let mut waits = || threads.any(|thread| thread.stat().is_ok_and(|stat| stat.state == 'D'));
     Some(match own {

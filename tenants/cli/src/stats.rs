@@ -1,4 +1,4 @@
-//! `sublet stats`: what each process holds, and how its last pause and resume went.
+//! `sublet stats`: the memory of each process, and the results of its last pause and resume.
 
 use std::process::ExitCode;
 

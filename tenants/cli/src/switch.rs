@@ -1,4 +1,4 @@
-//! `sublet switch` and `sublet turns`: a tenant gets its GPUs, and who has and waits for them.
+//! `sublet switch`, which gives a tenant its GPUs, and `sublet turns`, which shows the tenants that have them or wait.
 
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
@@ -20,7 +20,7 @@ use crate::output::{self, Output};
 use crate::progress::Progress;
 use crate::{signals, units};
 
-/// Decisions that `sublet turns` shows, with `-v` and without.
+/// The number of decisions that `sublet turns` shows with `-v`.
 const SHOWN_MAX: usize = 20;
 const SHOWN_SHORT_MAX: usize = 5;
 
@@ -136,7 +136,7 @@ pub(crate) fn render(is_dry: bool, how: ShowArgs, switched: &Switched, output: &
     }
 }
 
-/// Says in words where a claim stands.
+/// Describes the state of a claim.
 fn standing_of(claim: &Claimant) -> String {
     let for_what = match claim.wish {
         "memory" => format!(" for {}", units::bytes(claim.wanted_bytes)),

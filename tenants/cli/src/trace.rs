@@ -1,8 +1,8 @@
 //! Pauses and resumes as a timeline, in the JSON that `ui.perfetto.dev` and `chrome://tracing` read: a row for each process, with its
 //! phases and their steps, and a row for each process on each GPU.
 //!
-//! A phase begins for all when the slowest process has ended the one before. Processes keep how long each of their phases took; what
-//! lies between phases only a coordinator sees, and it is not drawn.
+//! A phase begins for all processes when the slowest has ended the phase before. Processes keep the time of each of their phases.
+//! Only a coordinator sees the time between phases, and that is not drawn.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -20,7 +20,7 @@ use crate::gpus::Gpus;
 use crate::output::Output;
 use crate::view::View;
 
-/// GPUs are rows next to processes, with numbers that no process has (`PID_MAX_LIMIT` is 2^22).
+/// The first row of GPUs. Their numbers are those of no process (`PID_MAX_LIMIT` is 2^22).
 const GPU_ROWS: u64 = 1 << 23;
 /// The row of the whole tenant.
 const TENANT_ROW: u64 = GPU_ROWS - 1;
@@ -60,7 +60,7 @@ struct Timeline {
     named: BTreeSet<u64>,
     /// Machine-wide names, in the order of their rows.
     gpus: Vec<String>,
-    /// The beginning of the next change whose own time nobody says.
+    /// The start of the next change whose own time is not known.
     end_us: u64,
 }
 
@@ -77,7 +77,7 @@ impl Timeline {
         serde_json::to_string(&document).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))
     }
 
-    /// The last pause and the last resume, as the processes of a tenant keep them. How long lay between is not known.
+    /// Adds the last pause and the last resume, as the processes of a tenant keep them. The time between them is not known.
     fn kept(&mut self, stats: &TenantStats) {
         for (title, of) in [
             ("last pause", (|member| &member.last_pause) as fn(&MemberStats) -> &Phases),
@@ -105,13 +105,13 @@ impl Timeline {
             if at_us > began_us {
                 self.name(TENANT_ROW, &format!("tenant {}", stats.tenant));
                 self.slice(title, TENANT_ROW, 0, began_us..at_us, &json!({}));
-                // A gap, so that the two are seen to be two.
+                // A gap separates the two in the drawing.
                 self.end_us = at_us + (at_us - began_us) / 10;
             }
         }
     }
 
-    /// One phase of one process: its time, what that consists of, and the GPUs it was about.
+    /// Adds one phase of one process: its time, its steps, and its GPUs.
     fn phase(&mut self, pid: u32, phase: Phase, report: &PhaseReport, began_us: u64) {
         let args = json!({
             "bytes": report.bytes,
@@ -124,7 +124,7 @@ impl Timeline {
         self.slice(label, u64::from(pid), 0, whole.clone(), &args);
         let mut at_us = began_us;
         for (step, elapsed_us) in &report.steps {
-            // Parts are rounded one by one, and some overlap; none is drawn past its whole.
+            // Each part is rounded separately, and some overlap. No part is drawn beyond its whole.
             let left_us = whole.end.saturating_sub(at_us);
             let took_us = left_us.min(*elapsed_us);
             self.slice(step, u64::from(pid), 0, at_us..at_us + took_us, &json!({}));

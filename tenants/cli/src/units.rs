@@ -3,17 +3,17 @@
 use tenants::size::Size;
 use vmm_pool::KeptBytes;
 
-/// Bytes as people write them.
+/// Returns a number of bytes as people write it.
 pub(crate) fn bytes(count: u64) -> String {
     Size(count).to_string()
 }
 
-/// As [`bytes`], with a dash for none.
+/// As [`bytes`], with a dash for zero.
 pub(crate) fn bytes_or_dash(count: u64) -> String {
     if count == 0 { "-".to_owned() } else { bytes(count) }
 }
 
-/// Microseconds as microseconds, milliseconds or seconds, three digits or so.
+/// Returns a time in microseconds, milliseconds or seconds, with about three digits.
 pub(crate) fn micros(count: u64) -> String {
     match count {
         0..1000 => format!("{count} us"),
@@ -23,7 +23,7 @@ pub(crate) fn micros(count: u64) -> String {
     }
 }
 
-/// The first characters of `text`, with dots where something was left out.
+/// Returns the first characters of `text`, with dots if text was left out.
 pub(crate) fn shortened(text: &str, chars_max: usize) -> String {
     if text.chars().count() <= chars_max {
         return text.to_owned();
@@ -32,7 +32,7 @@ pub(crate) fn shortened(text: &str, chars_max: usize) -> String {
     format!("{kept}...")
 }
 
-/// A command line in one line: its program by its last name, and nothing that a terminal would obey.
+/// Returns a command line in one line: its program without folders, and no control characters.
 pub(crate) fn command(text: &str) -> String {
     let plain: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     let (program, rest) = plain.split_once(' ').unwrap_or((&plain, ""));
@@ -40,12 +40,12 @@ pub(crate) fn command(text: &str) -> String {
     format!("{program} {rest}").trim_end().to_owned()
 }
 
-/// Such as "1 process" and "2 processes".
+/// Returns a count such as "1 process" or "2 processes".
 pub(crate) fn counted(count: usize, one: &str, more: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { more })
 }
 
-/// Folds all who say the same into one, and returns who says what.
+/// Groups the sources of equal texts, and returns each group with its text.
 pub(crate) fn folded(said: impl IntoIterator<Item = (String, String)>) -> Vec<(String, String)> {
     let mut groups: Vec<(String, usize, String)> = Vec::new();
     for (who, text) in said {
@@ -61,7 +61,7 @@ pub(crate) fn folded(said: impl IntoIterator<Item = (String, String)>) -> Vec<(S
     groups.into_iter().map(one).collect()
 }
 
-/// Says what became of contents that are kept, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
+/// Describes kept contents, such as "17 GiB kept: 16 GiB zero, 412 MiB unchanged, 820 MiB copied".
 pub(crate) fn kept(kept: KeptBytes) -> String {
     format!(
         "{} kept: {} zero, {} unchanged, {} copied",

@@ -1,5 +1,5 @@
-//! All that there is to be seen: tenants with their processes and bytes, who changes them, and the GPUs. Every command
-//! that shows something draws from here.
+//! The state that commands show: tenants with their processes and bytes, the processes that change them, and the GPUs. Every
+//! command that shows state uses this module.
 
 use serde::{Deserialize, Serialize};
 use tenants::budget::with_budgets;
@@ -71,7 +71,7 @@ impl Left {
 }
 
 impl TenantView {
-    /// Returns what this process has on GPUs, if it is paused and that is known.
+    /// Returns the memory of this process on GPUs, if it is paused and that is known.
     pub(crate) fn left_by(&self, pid: u32) -> Option<&Left> {
         self.left.iter().find(|left| left.pid == pid)
     }
@@ -83,7 +83,7 @@ fn left_of(stats: &TenantStats, gpus: &Gpus) -> Vec<Left> {
         let gpus = gpus.held_by(pid)?;
         match state {
             MemberState::Deep => Some(Left { pid, gpus }),
-            // It has contexts: one that is not found is known by another id.
+            // A paused process has contexts. If none are found, the library knows the process by another id.
             MemberState::Paused => (!gpus.is_empty()).then_some(Left { pid, gpus }),
             MemberState::Active
             | MemberState::Offloading
@@ -95,7 +95,7 @@ fn left_of(stats: &TenantStats, gpus: &Gpus) -> Vec<Left> {
 }
 
 impl View {
-    /// All tenants that have a live process, or the one that is named. What dead processes left behind is removed.
+    /// Gathers all tenants with a live process, or the named one. Removes files of dead processes.
     pub(crate) fn gather(run_dir: &RunDir, tenant: Option<&TenantName>) -> Result<Self, Failure> {
         let gpus = Gpus::look();
         let mut view = Self::gather_with(run_dir, tenant, &gpus)?;
@@ -105,7 +105,7 @@ impl View {
         Ok(view)
     }
 
-    /// As [`View::gather`], with GPUs that were looked for before, and without those of processes that do not answer.
+    /// As [`View::gather`], with known GPUs, and without the GPUs of processes that do not answer.
     pub(crate) fn gather_with(
         run_dir: &RunDir,
         tenant: Option<&TenantName>,
@@ -130,13 +130,13 @@ impl View {
                     let left = left_of(&stats, gpus);
                     tenants.push(TenantView { stats, changed_by, silent, left });
                 }
-                // The first look says it, as nothing else does.
+                // The first look reports this, because nothing else does.
                 Err(error @ Trouble::NoProcess { dead: 1.., .. }) if tenant.is_none() => {
                     complain(&error.to_string());
                 }
                 Err(Trouble::NoSuchTenant { .. } | Trouble::NoProcess { .. })
                     if tenant.is_none() => {}
-                // One that is in disorder is said, and keeps nobody from the others.
+                // A tenant that cannot be read is reported, and the others are shown.
                 Err(error) if tenant.is_none() => {
                     let code = Code::from(&error);
                     let failure = Failure::from(error);

@@ -1,5 +1,5 @@
-//! The decision that all processes of a pause go by once each is drained: which shared memory stays on its device, which copies of earlier
-//! pauses stay in host memory, and whether memory is given back while the rest is still saved.
+//! The decision that all processes of a pause follow once each is drained. It covers the shared memory that stays on its
+//! device, the copies of earlier pauses that stay in host memory, and whether memory is released while the rest is still saved.
 
 use std::time::{Duration, Instant};
 
@@ -17,21 +17,21 @@ use sublet_protocol::run_dir::MemberSocket;
 use sublet_protocol::transport::is_stopped;
 use sublet_protocol::wire::{Drained, FailureKind, Phase};
 
-/// The decision that all processes of a pause go by, behind [`Phase::Drain`].
+/// The decision that all processes of a pause follow, after [`Phase::Drain`].
 #[derive(Debug, Default)]
 pub(super) struct Agreed {
-    /// Shared memory that this pause leaves where it is.
+    /// Shared memory that this pause leaves on its device.
     pub(super) stays: Vec<Stay>,
-    /// Copies of earlier pauses that all processes have room for in host memory.
+    /// Copies of earlier pauses for which all processes have room in host memory.
     pub(super) copies: Copies,
-    /// When they save.
+    /// The time at which processes save.
     pub(super) schedule: Schedule,
-    /// Saving behind the point of no return, in one stage, takes so long at the slowest.
+    /// The longest time for saving after the point of no return, in one stage.
     pub(super) saving: Option<Duration>,
 }
 
 impl Agreed {
-    /// Decides for members that have said this when they were drained. They hold still since, and hand nothing out.
+    /// Decides from the reports of drained members. Since then the members are stopped, and export no memory.
     pub(super) fn of(
         cast: &Cast<'_>,
         round: &Round<'_>,
@@ -53,7 +53,7 @@ impl Agreed {
     }
 }
 
-/// Refuses where the members need more host memory together than there is: the one that needs most is named.
+/// Refuses if the members together need more host memory than there is. The member that needs most is named.
 fn refuse_host_shortage(peers: &Peers, drained: &[(usize, Drained)]) -> Result<(), Stop> {
     let most = drained.iter().max_by_key(|(_, said)| said.host.demand.grow_bytes);
     let short = host_memory::shortage(drained.iter().map(|(_, said)| &said.host));
@@ -64,7 +64,7 @@ fn refuse_host_shortage(peers: &Peers, drained: &[(usize, Drained)]) -> Result<(
     Err(Stop::HostShort(Box::new(short), failure))
 }
 
-/// The decision about shared memory, over what the members have said.
+/// Decides about shared memory, from the members' reports.
 fn agree_on_shared(
     cast: &Cast<'_>,
     round: &Round<'_>,
@@ -76,7 +76,7 @@ fn agree_on_shared(
         let failure = MemberFailure::new(who, Step::Phase(Phase::Drain), kind, why);
         Err(Stop::Failed(vec![failure]))
     };
-    // The agents said at the shut gates that nothing is lent, and lend nothing since.
+    // The agents reported with closed gates that nothing is lent, and have lent nothing since.
     let has_lent = |said: &&(Who, &References)| !said.1.lent.is_empty();
     let lender = said.iter().find(has_lent).filter(|_| cast.options.waits_for_borrowers());
     if let Some((who, _)) = lender {
@@ -91,7 +91,7 @@ fn agree_on_shared(
                    together";
         return refused(*who, FailureKind::Shared, why);
     }
-    // Before this moment a newcomer may have been given memory that nobody here would count.
+    // Before this moment a newcomer may have received memory that no member here would count.
     let deadline = Instant::now() + cast.options.contact_timeout;
     let lives = |socket: &MemberSocket| !matches!(reach(socket, deadline), Ok(Reached::Dead));
     if cast.newcomers().iter().any(lives) {
@@ -107,7 +107,7 @@ fn agree_on_shared(
     Ok(decide(&said, &bystanders))
 }
 
-/// Refuses where one that shares memory with others is not among those that were found.
+/// Refuses if a process that shares memory with others is not among the processes that were found.
 pub(super) fn refuse_missing<'p>(
     peers: &Peers,
     partners: impl Iterator<Item = &'p Partner>,
@@ -117,7 +117,7 @@ pub(super) fn refuse_missing<'p>(
     if missing.is_empty() { Ok(()) } else { Err(missing) }
 }
 
-/// The failure of one that shares memory with others, and that has no name for the moment.
+/// The failure of a process that shares memory with others and that has no socket name for the moment.
 fn not_found(partner: Partner) -> MemberFailure {
     let Partner { member, pid } = partner;
     let way_on = match pid {
@@ -127,7 +127,7 @@ fn not_found(partner: Partner) -> MemberFailure {
         Some(pid) => format!("try again, or end it (kill {pid})"),
         None => "try again, or end it".to_owned(),
     };
-    // Of a process whose id is not known nobody can say whether it lives.
+    // If the id of a process is not known, nobody can tell whether it lives.
     let lives = if pid.is_some() { "it lives" } else { "it may live" };
     let message = format!(
         "{lives} and shares memory with others, and its socket in the run directory is gone: {way_on}"
@@ -135,34 +135,35 @@ fn not_found(partner: Partner) -> MemberFailure {
     MemberFailure::new(Who { pid, member }, Step::Hello, FailureKind::Nameless, message)
 }
 
-// When memory is given back while the rest is still saved.
+// The rules for releasing memory while the rest is still saved.
 //
-// What a pause gives back the driver clears in the background, and copies to the device share it with that. So a resume right
-// after a pause is slower, unless the clearing ran while the pause still copied. The price is that the pause cannot be called
-// off any more from its first release on. So it is done only if host memory is there already, and enough is copied.
+// The driver clears released memory in the background, and copies to the device share the bandwidth with the clearing. So a
+// resume right after a pause is slower, unless the clearing ran while the pause still copied. The price: the pause cannot be
+// called off any more after its first release. So memory is released early only if host memory is there already, and enough is
+// copied.
 
-/// From which on it is worth while, for one process at least, in bytes: giving back what one copies in 20 ms takes the driver
-/// under 1 ms, and clearing it some 4.
+/// The least bytes that one process must copy for an early release to pay. The driver releases the bytes that one process
+/// copies in 20 ms in under 1 ms, and clears them in some 4 ms.
 const COPIED_BYTES_MIN: u64 = 1 << 30;
 
-/// The least ratio of copied bytes to missing host memory at which making that memory first pays. At a lower ratio a
-/// pause makes it during its copies.
+/// The least ratio of copied bytes to missing host memory at which it pays to make that memory first. At a lower ratio a pause
+/// makes the memory during its copies.
 const GROWTH_SHARE: u64 = 16;
 
 /// The slowest speed of a stage, or of a step of spilling, in bytes a second: disks are that slow.
 const SLOWEST_BYTES_PER_SECOND: u64 = 128 << 20;
 
-/// Returns the time that `bytes` take to move at the slowest.
+/// Returns the longest time in which `bytes` move.
 pub fn moving_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST_BYTES_PER_SECOND)
 }
 
-/// A process copies to host memory at least as fast, in bytes a second, whatever else its machine does.
+/// The slowest speed at which a process copies to host memory, in bytes a second, whatever else its machine does.
 const SLOWEST_TO_MEMORY: u64 = 512 << 20;
 
-/// Does it pay for a pause to give memory back while the rest is still saved, of processes that have said this when they were
-/// drained? It does if that is quicker, and nothing but the link is between a process and its host memory: some process copies a
-/// GiB, most of the host memory for all is there, and nothing goes to a file.
+/// Does it pay for a pause to release memory while the rest is still saved? `drained` are the reports of the drained processes.
+/// It pays if that is quicker, and if only the link limits the copies to host memory. So some process must copy a GiB, most of
+/// the host memory for all must be there, and nothing may go to a file.
 fn pays(drained: &[HostDemand], copies: Copies) -> bool {
     let copied_bytes = || drained.iter().map(|demand| demand.copying.to_memory_bytes);
     let growth = drained.iter().map(|demand| demand.grow_bytes_with(copies));
@@ -173,8 +174,8 @@ fn pays(drained: &[HostDemand], copies: Copies) -> bool {
         && drained.iter().all(|demand| demand.copying.to_file_bytes == 0)
 }
 
-/// Returns the time that saving takes at the slowest. `drained` is what the processes said when they were drained.
-/// Files of all may lie on one disk.
+/// Returns the longest time that saving takes. `drained` are the reports of the drained processes. The files of all processes
+/// may be on one disk.
 fn saving_time(drained: &[HostDemand]) -> Duration {
     let copying = || drained.iter().map(|demand| demand.copying);
     let to_memory = copying().map(|copying| copying.to_memory_bytes).max().unwrap_or(0);
@@ -190,7 +191,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const MANY: u64 = 2048 * MIB;
 
-    /// It copies `copied_bytes`, for which it takes `growth_bytes` of host memory.
+    /// The report of a process that copies `copied_bytes`, and needs `growth_bytes` of host memory for them.
     fn drained(copied_bytes: u64, growth_bytes: u64) -> HostDemand {
         HostDemand {
             saved_bytes: copied_bytes,

@@ -1,4 +1,4 @@
-//! The processes of one tenant while its lock is held, and one step of theirs: a question to all of them, and their answers.
+//! The processes of one tenant while its lock is held. A step of theirs is a question to all of them, and their answers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,39 +17,39 @@ use sublet_protocol::scope::Scope;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Action, Hello, MemberState, Phase, PhaseReport, TakePhase};
 
-/// The processes of a tenant, the connections to them, and who is told how far they are.
+/// The processes of a tenant, the connections to them, and the receiver of progress events.
 pub struct Cast<'a> {
     dir: &'a TenantDir,
     progress: &'a mut dyn FnMut(Event<'_>),
-    /// The time limits of its steps, among others.
+    /// The time limits of the steps, among others.
     pub options: &'a Options,
     /// The processes.
     pub peers: Peers,
 }
 
-/// Do the answers of the slow matter once somebody has failed?
+/// Do the answers of slow members matter once one member has failed?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnFailure {
-    /// No: go back immediately.
+    /// No: undo immediately.
     Stop,
-    /// Yes: there is no way back.
+    /// Yes: the step cannot be undone.
     WaitForAll,
 }
 
-/// The answers to one step, and who gave none.
+/// The answers to one step, and the members that gave none.
 #[derive(Debug)]
 pub struct StepResult<T> {
-    /// By the indices of the members.
+    /// Answers, by the indices of the members.
     pub done: Vec<(usize, T)>,
-    /// The same.
+    /// Failures, by the indices of the members.
     pub failures: Vec<(usize, MemberFailure)>,
 }
 
 impl<T> StepResult<T> {
-    /// All answers.
+    /// Returns all answers.
     ///
     /// # Errors
-    /// Those that have failed.
+    /// The failures, if any member failed.
     pub fn of_all(self) -> Result<Vec<(usize, T)>, Vec<MemberFailure>> {
         let failures: Vec<_> = self.failures.into_iter().map(|(_, failure)| failure).collect();
         if failures.is_empty() { Ok(self.done) } else { Err(failures) }
@@ -57,7 +57,7 @@ impl<T> StepResult<T> {
 }
 
 impl<'a> Cast<'a> {
-    /// Connects to all live members and learns who they are.
+    /// Connects to all live members and learns their identities.
     pub(super) fn open(
         (dir, lock): (&'a TenantDir, &CoordinatorLock),
         options: &'a Options,
@@ -88,12 +88,12 @@ impl<'a> Cast<'a> {
         Ok(cast)
     }
 
-    /// Asks every member who it is; those that turn out dead are left out. It can be called off: nothing has been done yet.
+    /// Asks every member for its identity, and leaves out dead ones. It can be called off: nothing has been done yet.
     fn greet(&mut self, action: Action) -> Result<(), Trouble> {
         let timeout = self.options.timeout.unwrap_or_default().max(self.options.contact_timeout);
         let result = self.step(&Hello, &self.peers.all(), timeout, OnFailure::WaitForAll);
         if self.options.is_called_off() {
-            // Some may not have answered yet, and would be left out.
+            // Some members may not have answered yet, and would be left out.
             return Err(Trouble::called_off_before(self.tenant(), action));
         }
         let mut failures = result.failures;
@@ -127,8 +127,8 @@ impl<'a> Cast<'a> {
         Err(Trouble::VersionsDiffer { tenant: self.tenant(), versions: texts.join("; ") })
     }
 
-    /// Has every member that a dead coordinator left half-way finish or undo its part, so that every member
-    /// is active or paused. They agree among themselves which way ([`Phase::Settle`]).
+    /// Makes every member that a dead coordinator left half-way finish or undo its part, so that every member is active or
+    /// paused. The members decide among themselves which of the two ([`Phase::Settle`]).
     pub(super) fn recover(&mut self, round: &Round<'_>) -> Result<(), Trouble> {
         let half_way = self.peers.those(|info| match info.state {
             MemberState::Offloading | MemberState::Restoring => true,
@@ -143,7 +143,7 @@ impl<'a> Cast<'a> {
         if !half_way.is_empty() {
             let settle = round.question(Phase::Settle);
             let mut result = self.take(&settle, &half_way, OnFailure::WaitForAll);
-            // One that ended meanwhile is left half-way no more.
+            // A member that ended meanwhile is not half-way any more.
             result.failures.retain(|(index, _)| !self.peers.is_dead(*index, self.dir));
             if let Err(failures) = result.of_all() {
                 return Err(Trouble::Unrecovered { tenant: self.tenant(), failures });
@@ -157,8 +157,8 @@ impl<'a> Cast<'a> {
         }
     }
 
-    /// Does this member share memory with others than those of a pause of `scope`? It named a family when it was greeted, or the pause by tag is
-    /// another one's.
+    /// Does this member share memory with processes outside a pause of `scope`? Either it named a family when it was greeted,
+    /// or the pause by tag is for another process's memory.
     pub(super) fn shares(&self, scope: &Scope, index: usize) -> bool {
         let info = self.peers.info(index);
         info.is_some_and(|info| info.family.is_some() || !scope.is_about(info.id))
@@ -169,12 +169,12 @@ impl<'a> Cast<'a> {
         self.dir.tenant().clone()
     }
 
-    /// Tells of `event`.
+    /// Reports `event` to the receiver of progress.
     pub fn tell(&mut self, event: Event<'_>) {
         (self.progress)(event);
     }
 
-    /// Has `members` take the phase that `order` is for, in its time.
+    /// Tells `members` to do the phase of `order`, within its time.
     pub fn take(
         &mut self,
         order: &TakePhase,
@@ -245,7 +245,7 @@ impl<'a> Cast<'a> {
         });
     }
 
-    /// The account of a phase that these members have taken.
+    /// The account of a phase that these members have done.
     pub fn summary(
         &self,
         phase: Phase,
@@ -275,18 +275,18 @@ impl fmt::Debug for Cast<'_> {
     }
 }
 
-/// All processes of a tenant, for a question that does not need all of them.
+/// All live processes of a tenant, for a question that does not need an answer of each.
 #[derive(Debug, Default)]
 pub struct Everybody {
-    /// Those that are there.
+    /// The connected processes.
     pub peers: Peers,
-    /// Those that could not be reached.
+    /// The processes that could not be reached.
     pub failures: Vec<MemberFailure>,
 }
 
 impl Everybody {
-    /// Connects to every process of the tenant that lives, and removes the sockets of the dead. Those that cannot be
-    /// reached have failed in `step`.
+    /// Connects to every live process of the tenant, and removes the sockets of dead ones. Processes that cannot be reached
+    /// count as failed in `step`.
     ///
     /// # Errors
     /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
@@ -308,7 +308,7 @@ impl Everybody {
         Ok(all)
     }
 
-    /// Asks `members`, and hands what each says to `take`. Those that do not say it have failed.
+    /// Asks `members`, and passes each answer to `take`. Members that do not answer count as failed.
     pub fn ask<Q: Question>(
         &mut self,
         members: &[usize],

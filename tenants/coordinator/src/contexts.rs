@@ -1,32 +1,35 @@
-//! The door for a crate that takes the contexts of processes off the devices behind a pause, and brings them back before a resume. It has the
-//! processes, the orders and the account of a [`Session`] for that. Without it deep pauses are refused, and so are the resumes of their tenants.
+//! The interface for a crate that takes the contexts of processes off the devices after a pause, and restores them before a
+//! resume. It works on the processes, the orders and the account of a [`Session`]. Without such a crate deep pauses are
+//! refused, and so are the resumes of their tenants.
 
 use std::fmt;
 
 use super::report::MemberFailure;
 use super::session::Session;
 
-/// The way to the contexts of a tenant's processes. From any thread; each call blocks for a bounded time.
+/// Access to the contexts of a tenant's processes. From any thread; each call blocks for a bounded time.
 pub trait Contexts: fmt::Debug + Send + Sync {
-    /// Fails, with why, where a deep pause would not come to its end. Nothing has moved yet.
+    /// Fails, with the reason, if a deep pause could not be completed. Nothing has moved yet.
     ///
     /// # Errors
-    /// For people.
+    /// The reason, as text for people.
     fn check(&self, leg: &Session<'_>) -> Result<(), String>;
 
-    /// The pause of all members that are not lost is complete: takes the contexts of all. What failed is in the report, and all are paused.
+    /// Takes the contexts of all members off the devices, once the pause of all members that are not lost is complete. Failures
+    /// are in the report, and all members are paused.
     fn take(&self, leg: &mut Session<'_>);
 
-    /// All members stand paused: takes the contexts that are still there, as [`Contexts::take`]. Returns false when there are none.
+    /// Takes the contexts that are still on the devices, as [`Contexts::take`], while all members are paused. Returns false if
+    /// there are none.
     fn take_rest(&self, leg: &mut Session<'_>) -> bool;
 
-    /// Brings the contexts of members back that stand `deep`, for a resume, and adds what came of it to the report.
+    /// Restores the contexts of the members `deep` for a resume, and adds the outcome to the report.
     ///
     /// # Errors
-    /// Those that lack them still. All stand as before, as far as the driver does its part.
+    /// The members that still lack contexts. All members are as before, unless the driver fails.
     fn bring_back(&self, leg: &mut Session<'_>, deep: &[usize]) -> Result<(), Vec<MemberFailure>>;
 
-    /// A resume came to nothing: takes those again that it has brought back, by its report.
+    /// Takes contexts off the devices again after a failed resume: those that the resume restored, by its report.
     fn take_again(&self, leg: &mut Session<'_>);
 }
 
@@ -41,7 +44,7 @@ mod tests {
     use super::*;
     use crate::{Coordinator, Event, Options};
 
-    /// A way to the contexts of processes that have an id here.
+    /// Access to the contexts of processes that have an id here.
     #[derive(Debug)]
     struct OfThoseHere;
 

@@ -1,6 +1,6 @@
-//! Questions to several members, and what is done with each answer.
+//! Questions to several members, and the handling of each answer.
 //!
-//! All waiting for answers goes through [`Peers::gather`]: late answers, hang-ups, deadlines and calling off are known there.
+//! All waits for answers use [`Peers::gather`], which handles late answers, closed connections, deadlines and calling off.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::interrupt::Interrupt;
 use super::peers::{Answer, Peers, Question};
 use super::report::MemberFailure;
 
-/// One question, the time to answer it, and what ends the wait early.
+/// One question, its time limit, and the interrupt that ends the wait early.
 #[derive(Debug)]
 pub struct Inquiry<'a, Q> {
     pub(super) question: Q,
@@ -17,7 +17,7 @@ pub struct Inquiry<'a, Q> {
 }
 
 impl<'a, Q> Inquiry<'a, Q> {
-    /// `question`, to be answered within `timeout`, or until `interrupt` is raised.
+    /// Makes an inquiry of `question`, to be answered within `timeout`, or until `interrupt` is raised.
     pub fn of(question: Q, timeout: Duration, interrupt: Option<&'a Interrupt>) -> Self {
         Self { question, timeout, interrupt }
     }
@@ -26,26 +26,27 @@ impl<'a, Q> Inquiry<'a, Q> {
 /// The step that follows an answer.
 #[derive(Debug)]
 pub enum Next<Q> {
-    /// Nothing more of this member.
+    /// No further question to this member.
     Done,
-    /// Another question to it, with as much time.
+    /// Another question to the member, with the same time limit.
     Again(Q),
-    /// No waiting for anybody: what has arrived is taken.
+    /// An end of all waiting: only answers that have arrived are used.
     Stop,
 }
 
-/// Whether others are waited for after an answer.
+/// Does the wait for other members go on after an answer?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// They are.
+    /// Yes.
     Others,
-    /// They are not: what has arrived is taken.
+    /// No: only answers that have arrived are used.
     Nobody,
 }
 
 impl Peers {
-    /// Asks `members`, and hands what each says to `take`, or why it says nothing, until all have answered or are overdue. An
-    /// answer to a step that was given up on before is dropped. Without members it waits for those that were asked already.
+    /// Asks `members`, and passes each answer, or the reason why there is none, to `take`, until all have answered or are
+    /// overdue. An answer to an abandoned earlier step is dropped. Without members the call waits for those that were asked
+    /// already.
     pub fn converse<Q: Question>(
         &mut self,
         members: &[usize],
@@ -80,8 +81,8 @@ impl Peers {
         });
     }
 
-    /// Takes answers of several tenants' members, each with the position of its tenant, until nobody owes one that could still
-    /// be in time, or `interrupt` is raised.
+    /// Passes on the answers of several tenants' members, each with the position of its tenant, until no member owes an answer
+    /// that could still be in time, or `interrupt` is raised.
     pub(super) fn gather(
         all: &mut [&mut Self],
         mut wait: Wait,
@@ -96,7 +97,7 @@ impl Peers {
         }
     }
 
-    /// Waits for one answer, and takes all that are there then.
+    /// Waits for one answer, and returns all that have arrived by then.
     pub(super) fn arrived(&mut self, interrupt: Option<&Interrupt>) -> Vec<Answer> {
         let mut arrived = Vec::new();
         Self::gather(&mut [self], Wait::Others, interrupt, |_, _, answer| {

@@ -1,4 +1,4 @@
-//! The coordinator of one tenant: how it reaches the processes, and the lock that it holds while it pauses or resumes them.
+//! The coordinator of one tenant: it reaches the processes, and holds the tenant's lock while it pauses or resumes them.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use sublet_protocol::run_dir::{CoordinatorLock, RunDir, RunDirError, TenantDir};
 use sublet_protocol::time::millis;
 use sublet_protocol::wire::{Action, Hello};
 
-/// The length of one wait for the lock, before the interrupt is looked at.
+/// The length of one wait for the lock, before the interrupt is checked.
 const LOCK_LOOK: Duration = Duration::from_millis(100);
 
 /// Pauses, resumes and questions one tenant.
@@ -24,7 +24,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator of `tenant`. Nothing is contacted yet.
+    /// Makes a coordinator of `tenant`. Nothing is contacted yet.
     pub fn new(run_dir: RunDir, tenant: TenantName, options: Options) -> Self {
         Self { run_dir, tenant, options }
     }
@@ -34,18 +34,17 @@ impl Coordinator {
         &self.tenant
     }
 
-    /// From now on, a resume asks what is needed and free before it creates anything
-    /// ([`Options::look_first`]).
+    /// Makes a resume ask for the needed and the free memory before it creates anything ([`Options::look_first`]).
     pub fn look_first(&mut self) {
         self.options.look_first = true;
     }
 
-    /// Its options.
+    /// The coordinator's options.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
-    /// Everybody that says who it is, for questions outside of pauses and resumes.
+    /// All processes that answer the greeting, for questions outside of pauses and resumes.
     ///
     /// # Errors
     /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
@@ -60,7 +59,7 @@ impl Coordinator {
         Ok(all)
     }
 
-    /// Everybody, for `step` outside of pauses and resumes.
+    /// All live processes, for `step` outside of pauses and resumes.
     ///
     /// # Errors
     /// [`Trouble::NoProcess`], [`Trouble::RunDir`].
@@ -68,7 +67,8 @@ impl Coordinator {
         Everybody::connect(dir, step, Instant::now() + self.options.contact_timeout)
     }
 
-    /// `question`, to be answered within the time that the options give for a contact, or until they call it off.
+    /// Makes an inquiry of `question`, to be answered within the contact timeout of the options, or until the options'
+    /// interrupt is raised.
     pub fn inquiry<Q>(&self, question: Q) -> Inquiry<'_, Q> {
         Inquiry::of(question, self.options.contact_timeout, self.options.interrupt.as_ref())
     }
@@ -83,7 +83,7 @@ impl Coordinator {
         Ok(Held { coordinator: self, dir, lock })
     }
 
-    /// Takes the tenant's lock for `action`, unless that is called off. Blocks as long as the options give it.
+    /// Takes the tenant's lock for `action`, unless that is called off. Blocks for the options' lock timeout at most.
     ///
     /// # Errors
     /// [`Trouble::CalledOff`], [`Trouble::RunDir`].
@@ -91,12 +91,12 @@ impl Coordinator {
         let started = Instant::now();
         let deadline = started + self.options.lock_timeout;
         let alone = self.options.takes_part != TakesPart::Everybody;
-        // One that wants it alone may be stopped.
+        // A process that wants the lock alone may be stopped.
         let let_pass_until = started + self.options.lock_timeout / 2;
         let take = |deadline| {
             if alone { dir.lock_shared(let_pass_until, deadline) } else { dir.lock(deadline) }
         };
-        // The error of one look knows the time of that look alone.
+        // The error of one look has only the time of that look.
         let since_started = |mut error| {
             if let RunDirError::Locked { waited_ms, .. } = &mut error {
                 *waited_ms = millis(started.elapsed());
@@ -106,7 +106,7 @@ impl Coordinator {
         let Some(interrupt) = &self.options.interrupt else {
             return Ok(take(deadline).map_err(since_started)?);
         };
-        // From one look to the next, too.
+        // The wish holds between two looks, too.
         let _wish = (!alone).then(|| dir.want_alone());
         loop {
             if interrupt.is_raised() {
@@ -135,7 +135,7 @@ impl Coordinator {
 /// A tenant with its lock.
 #[derive(Debug)]
 pub struct Held<'a> {
-    /// Its coordinator.
+    /// The tenant's coordinator.
     pub coordinator: &'a Coordinator,
     /// The tenant's directory.
     pub dir: TenantDir,

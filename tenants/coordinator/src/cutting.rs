@@ -1,8 +1,8 @@
 //! The messages that bring the ranks of a tenant to a common cut, where a pause closes their gates.
 //!
-//! Every member is asked to launch no more than [`Plan::limits`] admits and to say when it has moved.
-//! A member that answers is told the new limits immediately, without waiting for the others: one that computes on
-//! its host for long delays nobody else.
+//! Every member is told to launch no more than [`Plan::limits`] admits, and to report when it has moved. A member that answers
+//! gets the new limits immediately, without a wait for the others. So a member that computes on its host for long delays no
+//! other.
 
 use std::time::{Duration, Instant};
 
@@ -19,44 +19,45 @@ use sublet_protocol::wire::{FailureKind, Hold, Phase};
 
 /// The longest time that a member may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
-/// The time without progress after which everybody is let further. It doubles after each [`STALLS_PER_PATIENCE`] such
-/// stalls: a rank that computes for long is waited for in the end.
+/// The time without progress after which all ranks may launch further. It doubles after each [`STALLS_PER_PATIENCE`] such
+/// stalls, so that the wait also suffices for a rank that computes for long.
 const PATIENCE: Duration = Duration::from_millis(50);
 const PATIENCE_MAX: Duration = Duration::from_secs(2);
-/// Each stall lets everybody further than the last, by [`Plan::update`]: four of them end a wait for 15 launches.
+/// The number of stalls before the patience doubles. Each stall lets all ranks further than the last, by [`Plan::update`]: four
+/// of them end a wait for 15 launches.
 const STALLS_PER_PATIENCE: u32 = 4;
 /// The time without progress, while a process waits for device memory, after which that wait counts as the cause.
 const MEMORY_WAIT: Duration = Duration::from_secs(1);
-/// The rest of all ranks after a pause has met a capture, doubled each time,
+/// The time for which all ranks run on after a pause has met a capture. It doubles each time.
 const CAPTURE_REST_MIN: Duration = Duration::from_millis(1);
-/// and at most.
+/// The longest such time.
 const CAPTURE_REST_MAX: Duration = Duration::from_millis(50);
-/// A pause that takes no longer is not worth a word.
+/// The longest cut that is not reported.
 const QUIET: Duration = Duration::from_millis(200);
-/// Laggards that an error names.
+/// The number of laggards that an error names.
 const NAMED_MAX: usize = 10;
 
 /// One member on the way to the cut.
 struct Held {
     index: usize,
     report: CutReport,
-    /// The limits that it was sent last.
+    /// The limits that were sent to it last.
     sent: Limits,
-    /// Answers that it owes.
+    /// The number of answers that it owes.
     due: usize,
-    /// Those of them that are to requests before the last change of limits.
+    /// The number of owed answers to requests before the last change of limits.
     stale: usize,
-    /// Was `report` made under `sent`?
+    /// Does `report` belong to the limits `sent`?
     fresh: bool,
 }
 
 impl Held {
-    /// It was held without limits raised, and has said where.
+    /// Makes the entry of a member that was held without raised limits, and has reported its position.
     fn new(index: usize, report: CutReport) -> Self {
         Self { index, report, sent: Limits::default(), due: 0, stale: 0, fresh: true }
     }
 
-    /// It is asked once more, under `limits`.
+    /// Records another request to the member, under `limits`.
     fn asked(&mut self, limits: &Limits) {
         if self.sent != *limits {
             self.stale = self.due;
@@ -66,7 +67,7 @@ impl Held {
         self.due += 1;
     }
 
-    /// It has answered the oldest request that it owes an answer to.
+    /// Records the answer to the oldest request that the member has not answered.
     fn answered(&mut self, report: CutReport) {
         self.due = self.due.saturating_sub(1);
         self.report = report;
@@ -86,16 +87,16 @@ fn patience(stalls: u32) -> Duration {
 pub(super) struct Ranks<'s, 'a> {
     cast: &'s mut Cast<'a>,
     members: &'s [usize],
-    /// Those that run: the others stand still in a pause by tag, and are at a cut already.
+    /// The running members. The others are stopped in a pause by tag, and are at a cut already.
     running: Vec<usize>,
     began: Instant,
     summary: CutSummary,
-    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    /// One sentence for each communicator that has ranks in no live process of the tenant.
     absent: Vec<String>,
 }
 
 impl<'s, 'a> Ranks<'s, 'a> {
-    /// The ranks of `members`. Nobody is asked yet.
+    /// The ranks of `members`. Nothing is sent yet.
     pub(super) fn new(cast: &'s mut Cast<'a>, members: &'s [usize]) -> Self {
         let standing = cast.peers.standing();
         let running = members.iter().copied().filter(|index| !standing.contains(index)).collect();
@@ -103,7 +104,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         Self { cast, members, running, began, summary, absent }
     }
 
-    /// The account of their way to the cut, and sentences about those that are missing.
+    /// The account of the way to the cut, and sentences about missing ranks.
     pub(super) fn into_account(self) -> (CutSummary, Vec<String>) {
         (self.summary, self.absent)
     }
@@ -112,8 +113,8 @@ impl<'s, 'a> Ranks<'s, 'a> {
         self.began + self.cast.options.cut_timeout()
     }
 
-    /// Brings them to a cut, has the members take `phase` there, which shuts their gates, and lets calls in until their
-    /// devices are idle. Where that is not possible for a capture, they run on for a moment, to another cut.
+    /// Brings the ranks to a cut, and tells the members to do `phase` there, which closes their gates. Then lets calls in until
+    /// their devices are idle. If a capture prevents that, the ranks run on for a moment, to another cut.
     pub(super) fn stop(
         &mut self,
         round: &mut Round<'_>,
@@ -129,12 +130,12 @@ impl<'s, 'a> Ranks<'s, 'a> {
             if !failures.iter().all(is_of_capture) || Instant::now() >= self.deadline() {
                 return Err(Stop::Failed(failures));
             }
-            // A capture has begun: let all run, and try again.
+            // A capture has begun: all ranks run on, then the pause tries again.
             let undo = round.question(Phase::Abort);
             self.cast.take(&undo, self.members, OnFailure::WaitForAll).of_all()?;
             round.begin_again();
             self.summary.retries += 1;
-            // Each try holds all ranks, and a capture takes as long as it takes.
+            // Each try holds all ranks, and no try can shorten a capture.
             pause_thread(rest);
             rest = (rest * 2).min(CAPTURE_REST_MAX);
         }
@@ -158,7 +159,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         Ok((closed, drain))
     }
 
-    /// Holds those that run until all that was launched can end.
+    /// Holds the running members until all launched work can end.
     fn reach_cut(&mut self) -> Result<Plan, Stop> {
         let mut held = self.hold_all()?;
         let launched_before = launched(&held);
@@ -178,8 +179,8 @@ impl<'s, 'a> Ranks<'s, 'a> {
             if pace == Pace::Stalled {
                 self.summary.stalls += 1;
                 still.begin_again();
-                // A communicator in the making needs ranks to come that nobody can name yet, perhaps from many
-                // launches away: patience would not help it.
+                // A communicator in the making needs ranks that nobody can name yet, perhaps from many launches away. Patience
+                // does not help it.
                 stalls += u32::from(!plan.is_making(&reports));
             }
             let limits: Vec<_> = reports.iter().map(|r| plan.limits().for_member(r)).collect();
@@ -203,7 +204,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
             if began.elapsed() >= QUIET {
                 self.tell(&held, &late);
             }
-            // Where all stand as they should, they need say no more than that they know their limits.
+            // If all ranks are at their places, they only need to confirm their limits.
             let wait = if verdict == Verdict::Settled { Duration::ZERO } else { SLICE };
             for (held, limits) in held.iter_mut().zip(limits) {
                 let is_current = held.fresh && held.sent == limits;
@@ -217,14 +218,15 @@ impl<'s, 'a> Ranks<'s, 'a> {
     }
 
     fn hold_all(&mut self) -> Result<Vec<Held>, Vec<MemberFailure>> {
-        // The first of a cut: hold everything, and say where you stand.
+        // The first request of a cut: hold everything, and report the position.
         let timeout = self.cast.options.contact_timeout;
         let held = self.cast.step(&Hold::default(), &self.running, timeout, OnFailure::Stop);
         let held = held.of_all()?.into_iter();
         Ok(held.map(|(index, report)| Held::new(index, report)).collect())
     }
 
-    /// Tells a member its limits, unless it knows them and owes an answer, which comes when it moves or after `wait`.
+    /// Sends a member its limits, unless it knows them and owes an answer. That answer comes when the member moves or after
+    /// `wait`.
     fn send_limits(
         &mut self,
         held: &mut Held,
@@ -243,7 +245,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         asked.map_err(|failure| vec![failure])
     }
 
-    /// Waits for an answer, and takes all that are there.
+    /// Waits for an answer, and handles all that have arrived.
     fn gather(&mut self, held: &mut [Held]) -> Result<(), Vec<MemberFailure>> {
         let mut failures = Vec::new();
         for answer in self.cast.peers.arrived(self.cast.options.interrupt.as_ref()) {
@@ -267,7 +269,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
         }
     }
 
-    /// Those that others wait for and that wait for device memory themselves: no launch lets them go on.
+    /// The failures of members for which others wait and which wait for device memory themselves: no launch lets them go on.
     fn memory_waits(&self, held: &[Held], late: &[Laggard]) -> Vec<MemberFailure> {
         let waits = late.iter().filter(|laggard| matches!(laggard.lag, Lag::Launches { .. }));
         let failures = waits.filter_map(|laggard| {
@@ -311,7 +313,7 @@ impl<'s, 'a> Ranks<'s, 'a> {
             last.failure.message = format!("{} (and {more} more)", last.failure.message);
         }
         if failures.is_empty() {
-            // All were at rest, but not all had said so under the last limits.
+            // All members had stopped, but not all had reported so under the last limits.
             failures.extend(held.iter().filter(|held| !held.fresh).map(|held| {
                 let message = "it did not say in time that it has stopped";
                 let who = self.cast.peers.who(held.index);
@@ -322,12 +324,12 @@ impl<'s, 'a> Ranks<'s, 'a> {
     }
 }
 
-/// Moves with whatever any member does.
+/// Returns a figure that changes with any step of any member.
 fn progress(reports: &[&CutReport]) -> u64 {
     reports.iter().map(|report| report.progress).fold(0, u64::wrapping_add)
 }
 
-/// Can the same member be paused a little later, when a capture has ended?
+/// Can the same member be paused a little later, after a capture has ended?
 fn is_of_capture(failure: &MemberFailure) -> bool {
     failure.failure.kind == FailureKind::InCapture
 }
@@ -352,7 +354,7 @@ mod tests {
     fn an_answer_counts_when_it_was_given_under_the_limits_sent_last() {
         let mut held = Held::new(0, CutReport::default());
         assert!(held.fresh);
-        // Twice under the first limits, then under others, with no answer in between.
+        // The member is asked twice under the first limits, then under others, with no answer in between.
         for limit in [1, 1, 2] {
             held.asked(&limits(limit));
         }
@@ -362,7 +364,7 @@ mod tests {
             fresh.push(held.fresh);
         }
         assert_eq!(fresh, [false, false, true]);
-        // Asked again under the same, what it said last still holds.
+        // If the member is asked again under the same limits, its last report still holds.
         held.asked(&limits(2));
         assert!(held.fresh && held.due == 1);
     }

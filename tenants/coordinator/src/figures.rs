@@ -1,4 +1,4 @@
-//! Figures of GPUs in reports and errors: budgets, and what is missing.
+//! Figures of GPUs in reports and errors: budgets, and missing memory.
 
 use std::fmt;
 
@@ -21,7 +21,7 @@ pub struct GpuBudget {
     pub held_bytes: u64,
     /// All of its memory, in bytes; 0 where that is not known.
     pub total_bytes: u64,
-    /// The same, as the driver says it.
+    /// The GPU's identity in the driver's form.
     #[serde(skip)]
     pub uuid: DeviceUuid,
 }
@@ -33,7 +33,7 @@ impl GpuBudget {
     }
 }
 
-/// A device that cannot hold what a tenant had there.
+/// A device that cannot hold the memory that a tenant had there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceShortage {
@@ -63,7 +63,7 @@ pub struct ProcessBytes {
     pub bytes: u64,
 }
 
-/// Returns the way out for a tenant that is larger than a GPU: its processes, of which some must end.
+/// Returns the advice for a tenant that is larger than a GPU: it lists the processes, of which some must end.
 pub fn end_some(processes: &[ProcessBytes]) -> String {
     let each = processes.iter().map(|one| format!("process {} has {}", one.pid, Size(one.bytes)));
     let each = each.collect::<Vec<_>>().join(", ");
@@ -91,7 +91,7 @@ impl DeviceShortage {
         self.needed_bytes.saturating_sub(self.free_bytes)
     }
 
-    /// Would it fit if all other tenants made way?
+    /// Would the tenant fit if all other tenants released their memory?
     pub fn others_could_give_it(&self) -> bool {
         let gives = self.holders.iter().map(|holder| holder.gives_bytes);
         gives.fold(0, u64::saturating_add) >= self.missing_bytes()

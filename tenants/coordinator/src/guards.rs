@@ -1,9 +1,9 @@
-//! Features that stand around a pause or resume: for each moment the list of those that it uses, in their order.
+//! Features that act around a pause or resume. For each moment there is a list of the features that it uses, in their order.
 //!
 //! | moment | features |
 //! | --- | --- |
 //! | before anything moves | [`BEFORE`]: consent, lending, room on the devices |
-//! | behind shut gates | [`BEHIND_GATES`]: lending |
+//! | behind closed gates | [`BEHIND_GATES`]: lending |
 //! | on a refusal | [`ON_REFUSAL`]: newcomers, spilling, names, lending |
 //! | around it | the way to contexts, if there is one: see [`Contexts`](super::Contexts) |
 
@@ -20,11 +20,11 @@ use sublet_protocol::host_memory::LimitKind;
 use sublet_protocol::run_dir::{NAMES_AGAIN_WITHIN, pause_thread};
 use sublet_protocol::wire::{Action, FailureKind};
 
-/// A feature at one moment: its name, whether the leg uses it, and what it does.
+/// A feature at one moment: its name, whether the leg uses it, and its action.
 type Guard =
     (&'static str, fn(&Session<'_>) -> bool, fn(&mut Session<'_>, &Tries) -> Result<(), Stop>);
 
-/// All can still be undone, and nobody is stopped yet.
+/// The features that act while everything can still be undone, and no process is stopped yet.
 pub(super) const BEFORE: [Guard; 3] = [
     ("consent", |leg| leg.cast.options.consent.is_some(), |leg, _| leg.await_consent()),
     ("lending", lends, |leg, tries| leg.loans().wait_while_all_run(tries.patience)),
@@ -35,24 +35,24 @@ pub(super) const BEFORE: [Guard; 3] = [
     ),
 ];
 
-/// The gates of a pause are shut, and nothing is lent any more.
+/// The features that act after the gates of a pause are closed, when no memory is lent any more.
 pub(super) const BEHIND_GATES: [Guard; 1] =
     [("lending", lends, |leg, tries| leg.loans().wait_behind_gates(tries.patience))];
 
-/// Has the features of one moment do their part, unless all is called off.
+/// Runs the features of one moment, unless the action is called off.
 pub(super) fn ask(guards: &[Guard], leg: &mut Session<'_>, tries: &Tries) -> Result<(), Stop> {
     let used = guards.iter().filter(|(_, is_used, _)| is_used(leg)).collect::<Vec<_>>();
     used.into_iter().try_for_each(|(_, _, act)| act(leg, tries))?;
     if leg.cast.options.is_called_off() { Err(Stop::CalledOff) } else { Ok(()) }
 }
 
-/// The tries of one pause or resume, and what was done for them.
+/// The tries of one pause or resume, and the remedies that were tried.
 #[derive(Debug)]
 pub struct Tries {
     patience: Patience,
-    /// The tries that ended since processes had joined.
+    /// The number of tries that ended because processes had joined.
     joined: u32,
-    /// Were nameless processes waited for?
+    /// Did the leg already wait for processes without a socket name?
     named: bool,
     pub(super) room: Option<Box<dyn MakesRoom>>,
 }
@@ -64,17 +64,17 @@ impl Default for Tries {
     }
 }
 
-/// A leg that has come to nothing, and why. All run again.
+/// A leg that was refused, and the reason. All its processes run again.
 pub(super) struct Refused<'r> {
     pub(super) held: &'r Held<'r>,
     pub(super) error: &'r Trouble,
     pub(super) progress: &'r mut dyn FnMut(Event<'_>),
 }
 
-/// A feature that may help such a leg: true when it is worth one more try.
+/// A feature that may help a refused leg: true if one more try is worthwhile.
 type Help = fn(&mut Tries, &mut Refused<'_>) -> bool;
 
-/// The first that helps ends it.
+/// The features in their order; the first one that helps ends the search.
 pub(super) const ON_REFUSAL: [(&str, Help); 4] = [
     ("newcomers", |tries, refused| {
         tries.joined += 1;
@@ -85,22 +85,22 @@ pub(super) const ON_REFUSAL: [(&str, Help); 4] = [
     ("lending", waits_for_borrowers),
 ];
 
-/// The number of times that a pause begins, since processes have joined its tenant meanwhile.
+/// The most tries of a pause whose tenant is joined by processes meanwhile.
 const JOINED_TRIES_MAX: u32 = 8;
 
-/// Does this leg ask who has memory of its members open?
+/// Does this leg ask which processes have memory of its members open?
 fn lends(leg: &Session<'_>) -> bool {
     let asks = |index: &usize| leg.cast.shares(leg.round.scope(), *index);
     let waits = leg.cast.options.waits_for_borrowers();
     waits && leg.round.action() == Action::Pause && leg.members.iter().any(asks)
 }
 
-/// Do others give host memory back, where that is what a pause lacks, so that the same pause may succeed now?
+/// Do other tenants return host memory, if a pause lacks it, so that the same pause may succeed now?
 fn makes_room(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
     let Coordinator { run_dir, tenant, options } = refused.held.coordinator;
     let short = refused.error.host_short().filter(|short| short.kind != LimitKind::Configured);
-    // Everybody runs again, and others may have room to give. Applications that wait in a call of their own were told that
-    // it has failed.
+    // All processes run again, and other tenants may have room to give. Applications that wait in a call of their own were told
+    // that it has failed.
     let may_help = refused.error.left_unchanged() && options.consent.is_none();
     let (Some(short), Some(room), true) = (short, options.room, may_help) else { return false };
     tries.room.get_or_insert_with(room).make(run_dir, tenant, options, short, refused.progress)
@@ -116,8 +116,8 @@ fn waits_for_borrowers(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
     is_lent && options.consent.is_none() && Instant::now() < tries.patience.deadline(options)
 }
 
-/// Waits once, with nobody stopped, until those that were refused as nameless have names again, or had the time to make
-/// them, or it is called off.
+/// Waits once, with no process stopped, until processes that were refused as nameless have names again or had the time to make
+/// them, or until the action is called off.
 fn waits_for_names(tries: &mut Tries, refused: &mut Refused<'_>) -> bool {
     let Refused { held, error, .. } = refused;
     let options = &held.coordinator.options;

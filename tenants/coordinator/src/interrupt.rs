@@ -1,4 +1,4 @@
-//! The interrupt, by which others call a pause or resume off.
+//! The interrupt, with which others call a pause or resume off.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,26 +11,26 @@ use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFl
 
 use sublet_protocol::transport::poll_until;
 
-/// Becomes raised once and stays so. Clones share it.
+/// An interrupt. It is raised once and stays so. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Interrupt {
     source: Arc<Source>,
 }
 
-/// Nobody reads it: the interrupt is raised as soon as there is something to read.
+/// The source of an interrupt. It is never read: the interrupt is raised as soon as there is something to read.
 #[derive(Debug)]
 enum Source {
     Pipe {
         read: OwnedFd,
-        /// Keeps a wait from being woken because the last writer is gone.
+        /// Keeps a wait from ending because the last writer is gone.
         _write: OwnedFd,
     },
     Timer(TimerFd),
 }
 
 impl Interrupt {
-    /// An interrupt, and the descriptor that raises it when anything is written to it. Writing is all that
-    /// a signal handler may do.
+    /// Makes an interrupt, and the descriptor that raises it when anything is written to it. Writing is all that a signal
+    /// handler may do.
     ///
     /// # Errors
     /// When the system gives no pipe.
@@ -40,12 +40,12 @@ impl Interrupt {
         Ok((Self { source: Arc::new(Source::Pipe { read, _write: write }) }, raise))
     }
 
-    /// An interrupt that is raised at `deadline`, and that nobody else raises.
+    /// Makes an interrupt that is raised at `deadline`, and that nothing else raises.
     ///
     /// # Errors
     /// When the system gives no timer.
     pub fn at(deadline: Instant) -> io::Result<Self> {
-        // A timer of no time at all would never ring.
+        // A timer of zero length would never fire.
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
@@ -53,13 +53,13 @@ impl Interrupt {
         Ok(Self { source: Arc::new(Source::Timer(timer)) })
     }
 
-    /// Was anything written? Does not block.
+    /// Is the interrupt raised? Does not block.
     pub fn is_raised(&self) -> bool {
         let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLIN)];
         matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
-    /// Waits until it is raised, at most for `duration`.
+    /// Waits until the interrupt is raised, at most for `duration`.
     pub fn wait(&self, duration: Duration) {
         let mut fds = [PollFd::new(self.as_fd(), PollFlags::POLLIN)];
         if let Err(error) = poll_until(&mut fds, Instant::now() + duration) {

@@ -1,9 +1,10 @@
-//! Memory that processes of other tenants have open: a pause takes none of it, and waits until they let it go. So does a pause
-//! by tag that one process begins for itself, where others of its tenant have that memory open.
+//! Memory that processes of other tenants have open. A pause releases none of it, and waits until they close it. So does a
+//! pause by tag of one process's own memory, if other processes of its tenant have that memory open.
 //!
-//! Nobody is stopped while that lasts, for who holds memory may wait for its owner, or for another borrower, before it lets
-//! go. Behind shut gates nothing is lent any more, so a borrower that opens and closes memory again and again is seen to
-//! hold none there; it is waited for for a moment, and then all run on and it begins again.
+//! No process is stopped during that wait, because a process that holds memory may wait for its owner, or for another borrower,
+//! before it closes the memory. Behind closed gates nothing is lent any more. So a borrower that opens and closes memory again
+//! and again holds none there at some moment. The pause waits there for a short time. After that all processes run on and the
+//! pause begins again.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -17,13 +18,13 @@ use sublet_protocol::{references::Partner, scope::Scope};
 
 /// The time that a pause waits in all, unless its options say otherwise.
 const WAIT: Duration = Duration::from_secs(30);
-/// The time for which all run before the gates are shut for the first time though something is lent. It doubles after
-/// each time.
+/// The time for which all processes run before the gates are closed for the first time although some memory is lent. It doubles
+/// after each time.
 const LOOK: Duration = Duration::from_millis(50);
-/// Of that, for how much the gates are then shut at most.
+/// The divisor of that time that gives the longest time with closed gates.
 const SHUT_SHARE: u32 = 4;
 const SHUT_MAX: Duration = Duration::from_millis(500);
-/// Between two looks.
+/// The shortest time between two looks.
 const REST_MIN: Duration = Duration::from_millis(1);
 pub(super) const REST_MAX: Duration = Duration::from_millis(50);
 
@@ -31,27 +32,27 @@ pub(super) const REST_MAX: Duration = Duration::from_millis(50);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
     pub(super) began: Instant,
-    /// The tries that ended since memory was lent.
+    /// The number of tries that ended because memory was lent.
     pub(super) tries: u32,
 }
 
 impl Patience {
-    /// The end of all tries.
+    /// The deadline of all tries.
     pub(super) fn deadline(self, options: &Options) -> Instant {
         self.began + options.timeout.unwrap_or(WAIT)
     }
 
-    /// The time for which this try lets all run. Tries that end immediately are many.
+    /// The time for which this try lets all processes run. Many tries end immediately.
     fn look(self, options: &Options) -> Duration {
         match options.consent {
-            // Applications that wait in a call of their own hear of the end of the first try: there is no other.
+            // Applications that wait in a call of their own learn of the end of the first try: there is no second.
             Some(_) => options.timeout.unwrap_or(WAIT),
             None => LOOK.saturating_mul(1 << self.tries.min(u32::BITS - 1)).min(WAIT),
         }
     }
 }
 
-/// The time of that for which the gates are shut then.
+/// The time for which the gates are closed after a look of length `look`.
 fn shut(look: Duration) -> Duration {
     (look / SHUT_SHARE).min(SHUT_MAX)
 }
@@ -59,31 +60,31 @@ fn shut(look: Duration) -> Duration {
 /// The memory that some members of a tenant share with other processes.
 pub(super) struct Loans<'s, 'a> {
     cast: &'s mut Cast<'a>,
-    /// The part of their memory that matters.
+    /// The part of the members' memory that matters.
     scope: &'s Scope,
     members: &'s [usize],
 }
 
 impl<'s, 'a> Loans<'s, 'a> {
-    /// Of `members`, as far as `scope` goes. Nobody is asked yet.
+    /// The loans of `members`, as far as `scope` goes. Nothing is sent yet.
     pub(super) fn new(cast: &'s mut Cast<'a>, scope: &'s Scope, members: &'s [usize]) -> Self {
         Self { cast, scope, members }
     }
 
-    /// Before anybody is stopped: waits for borrowers as long as this try may. Refuses when the time of all tries is over.
+    /// Before any process is stopped: waits for borrowers as long as this try may. Refuses after the time of all tries.
     pub(super) fn wait_while_all_run(&mut self, patience: Patience) -> Result<(), Stop> {
         let (options, end) = (self.cast.options, patience.deadline(self.cast.options));
         let lent = self.lent_at((Instant::now() + patience.look(options)).min(end))?;
         if lent.is_empty() || Instant::now() < end { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
-    /// Behind shut gates, where nothing is lent any more: waits for borrowers for a moment.
+    /// Behind closed gates, where nothing is lent any more: waits for borrowers for a short time.
     pub(super) fn wait_behind_gates(&mut self, patience: Patience) -> Result<(), Stop> {
         let lent = self.lent_at(Instant::now() + shut(patience.look(self.cast.options)))?;
         if lent.is_empty() { Ok(()) } else { Err(Stop::Failed(lent)) }
     }
 
-    /// One failure for each member that has lent memory still at `until`; none as soon as nobody has.
+    /// One failure for each member that still has lent memory at `until`; none as soon as no member has.
     fn lent_at(&mut self, until: Instant) -> Result<Vec<MemberFailure>, Stop> {
         let mut rest = REST_MIN;
         loop {
@@ -111,15 +112,15 @@ impl<'s, 'a> Loans<'s, 'a> {
         Ok(all.into_iter().map(failure).collect())
     }
 
-    /// Asks the members that share memory with other tenants: those that named a family when they were greeted. The others
-    /// share nothing but with the one whose pause by tag this is.
+    /// Asks the members that share memory with other tenants: those that named a family when they were greeted. The other
+    /// members share memory only with the process whose own memory this pause by tag covers.
     pub(super) fn of_others(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         let mut members = self.members.to_vec();
         members.retain(|index| self.cast.shares(self.scope, *index));
         self.ask(&members)
     }
 
-    /// The processes that the members share memory with.
+    /// The processes with which the members share memory.
     pub(super) fn partners(&mut self) -> Result<Vec<Partner>, Vec<MemberFailure>> {
         let all = self.ask(self.members)?;
         Ok(all.into_iter().flat_map(|(_, lending)| lending.partners).collect())
@@ -143,7 +144,7 @@ fn way_to_let_go(handles: bool, tickets: bool) -> String {
     }
 }
 
-/// Says in words which process has what open, and how it is let go.
+/// Says in words which process has which memory open, and how it can be closed.
 fn held_by(lent: &[Lent]) -> String {
     let mut text = String::new();
     let mut tenants: Vec<&str> = Vec::new();

@@ -1,10 +1,10 @@
-//! Pauses and resumes a tenant: takes all its processes through the phases together.
+//! Pauses and resumes a tenant: leads all its processes through the phases together.
 //!
-//! There is no daemon: the process that wants a tenant paused (the command, one of its own processes, another
-//! tenant's policy) is its coordinator for that time, under a lock. All members finish a phase before any
-//! starts the next. A failure before the point of no return ([`Release`](sublet_protocol::wire::Phase::Release) of a pause,
-//! [`Activate`](sublet_protocol::wire::Phase::Activate) of a resume) is undone in all of them; after it the members that are left are taken
-//! to the end, and those that were lost are reported.
+//! There is no daemon. The process that wants a tenant paused (the command, one of its own processes, another tenant's policy)
+//! is its coordinator for that time, under a lock. All members finish a phase before any member starts the next. The point of
+//! no return is [`Release`](sublet_protocol::wire::Phase::Release) in a pause, and
+//! [`Activate`](sublet_protocol::wire::Phase::Activate) in a resume. A failure before it is undone in all members. After it the
+//! remaining members finish, and lost members are reported.
 //!
 //! A step is sent to all members, then one poll waits for all answers. No thread is started. Every call blocks, for a bounded time.
 

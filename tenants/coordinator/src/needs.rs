@@ -1,6 +1,6 @@
-//! The needs of a resume: what it takes, what is free, which devices are too full for it and who holds them. Also what
-//! a pause gives. A coordinator that leads asks its members. Any other asks a tenant with no lock, and also whether its
-//! devices have anything left to do.
+//! The needs of a resume: its memory, the free memory, the devices that are too full and the holders of their memory. Also the
+//! memory that a pause releases. A coordinator that leads asks its members. Another one asks a tenant without a lock, and also
+//! whether the tenant's devices have anything left to do.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -25,24 +25,24 @@ use sublet_protocol::wire::{
     Stats,
 };
 
-/// The time within which members must say what a resume needs, unless the options say otherwise.
+/// The time within which members must report the needs of a resume, unless the options say otherwise.
 pub(super) const NEEDS_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// One GPU of a tenant that is paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceNeed {
-    /// The bytes that a resume of all processes of the tenant takes there.
+    /// The bytes that a resume of all processes of the tenant needs there.
     pub needed_bytes: u64,
-    /// The bytes that are free there.
+    /// The bytes free there.
     pub free_bytes: u64,
-    /// All of it, in bytes.
+    /// All bytes of the GPU.
     pub total_bytes: u64,
 }
 
 impl Coordinator {
-    /// Returns what a resume in the scope of the options would take on each GPU. GPUs have their machine-wide names.
-    /// Processes that do not answer are left out. With `all_devices` the answer also has what is free on all other GPUs
-    /// that the tenant's processes use. Takes no lock and changes nothing.
+    /// Returns the memory that a resume in the scope of the options would need on each GPU, by the GPU's machine-wide name.
+    /// Processes that do not answer are left out. With `all_devices` the answer also has the free memory of all other GPUs that
+    /// the tenant's processes use. Takes no lock and changes nothing.
     ///
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
@@ -54,7 +54,7 @@ impl Coordinator {
         let mut needs: BTreeMap<String, DeviceNeed> = BTreeMap::new();
         let (members, interrupt) = (peers.all(), self.options.interrupt.as_ref());
         peers.converse(&members, Inquiry::of(question, timeout, interrupt), |_, _, said| {
-            // One that does not answer is left for the resume to name.
+            // A process that does not answer is left out here; the resume names it.
             for device in said.unwrap_or_default().devices {
                 let need = needs.entry(device.uuid).or_default();
                 need.needed_bytes = need.needed_bytes.saturating_add(device.bytes);
@@ -66,8 +66,8 @@ impl Coordinator {
         Ok(needs)
     }
 
-    /// Of each process that answers, whether its devices have anything left to do, where it has launched nothing for `quiet_us`. Holds calls of such a
-    /// process up for some milliseconds; takes no lock.
+    /// Asks each process whether its devices have anything left to do, and returns the answers. A process looks only if it has
+    /// launched nothing for `quiet_us`. The look holds up its calls for some milliseconds. Takes no lock.
     ///
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::RunDir`].
@@ -82,7 +82,7 @@ impl Coordinator {
     }
 }
 
-/// Refuses when the devices cannot hold `members`.
+/// Refuses if the devices cannot hold `members`.
 pub(super) fn refuse_shortage(
     cast: &mut Cast<'_>,
     scope: &Scope,
@@ -98,7 +98,7 @@ pub(super) fn refuse_shortage(
     Err(vec![MemberFailure::new(who, step, kind, "its tenant does not fit")])
 }
 
-/// The device memory that a resume of each of `members` takes, and that is free.
+/// The device memory that a resume of each of `members` needs, and the free device memory.
 pub fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResult<Needed> {
     let timeout = cast.options.timeout.unwrap_or(NEEDS_TIMEOUT);
     let question = Needs { scope: scope.clone(), timeout_ms: millis(timeout), all_devices: false };
@@ -107,11 +107,11 @@ pub fn needs(cast: &mut Cast<'_>, scope: &Scope, members: &[usize]) -> StepResul
 
 // Devices that are too full.
 
-/// For the answers of other tenants' processes: they are only asked who holds what.
+/// The time limit for other tenants' processes, which only report their memory.
 const HOLDER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The devices on which the needs of all members together exceed what is free. Members that released last
-/// saw most of it free.
+/// The devices on which all members together need more memory than is free. Members that released last saw the most free
+/// memory.
 pub fn short_devices<'a>(needs: impl IntoIterator<Item = &'a DeviceDelta>) -> Vec<DeviceShortage> {
     let mut devices: BTreeMap<&str, DeviceShortage> = BTreeMap::new();
     for need in needs {
@@ -130,11 +130,11 @@ pub fn short_devices<'a>(needs: impl IntoIterator<Item = &'a DeviceDelta>) -> Ve
     devices.into_values().filter(|device| device.missing_bytes() > 0).collect()
 }
 
-/// A tenant whose memory on each device, up to so much, counts as free already.
+/// A tenant, and the memory on each device, up to so many bytes, that it will release and that counts as free already.
 pub(super) type Gives<'a> = (&'a TenantName, &'a BTreeMap<String, u64>);
 
-/// Finds out who holds `shortages` of `tenant`, the tenant itself too, which may have what a pause left in place. A tenant that does
-/// not answer counts as outside.
+/// Finds the tenants that hold the devices of `shortages`. `tenant` itself is included, since a pause may have left some of its
+/// memory in place. A tenant that does not answer counts as outside.
 pub(super) fn name_holders(
     shortages: &mut [DeviceShortage],
     tenant: &TenantName,
@@ -170,7 +170,7 @@ pub(super) fn name_holders(
     }
 }
 
-/// Returns the processes of a tenant that have memory of a device, on it or off it.
+/// Returns the processes of a tenant that have memory on a device, on it or off it.
 pub fn by_process(stats: &TenantStats, uuid: &str) -> Vec<ProcessBytes> {
     let of = |member: &MemberStats| {
         let rows = member.pool.devices.iter().filter(|row| row.uuid == uuid);
@@ -180,7 +180,7 @@ pub fn by_process(stats: &TenantStats, uuid: &str) -> Vec<ProcessBytes> {
     stats.members.iter().filter_map(of).collect()
 }
 
-/// Bytes of a tenant on one device that a pause of it gives back.
+/// Bytes of a tenant on one device that a pause of the tenant releases.
 fn given_on(stats: &TenantStats, uuid: &str) -> u64 {
     let is_active = |member: &&MemberStats| member.member.state == MemberState::Active;
     let devices = stats.members.iter().filter(is_active).flat_map(|member| &member.pool.devices);
@@ -188,7 +188,7 @@ fn given_on(stats: &TenantStats, uuid: &str) -> u64 {
     classes.map(|class| class.resident_bytes.saturating_sub(class.pinned_bytes)).sum()
 }
 
-/// Bytes of a tenant on one device, with what its pool only counts.
+/// Bytes of a tenant on one device, including those that its pool only counts.
 fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
     let devices = stats.members.iter().flat_map(|member| &member.pool.devices);
     let bytes = devices.filter(|row| row.uuid == uuid).map(|row| {
@@ -199,25 +199,26 @@ fn held_on(stats: &TenantStats, uuid: &str) -> u64 {
     bytes.sum()
 }
 
-// What the processes of several tenants hold: all are asked simultaneously, so that those that are silent cost no more time
-// than one.
+// The memory of several tenants' processes. All are asked simultaneously, so that all silent processes cost no more time than
+// one.
 
-/// Of the time to answer, the part that connections to all of them may take: one that takes none has others behind it.
+/// The share of the answer time that all connections together may use. A process that accepts no connection must leave time for
+/// the others.
 const CONNECT_SHARE: u32 = 4;
 
 /// The figures of one tenant, and whether a process was silent.
 #[derive(Debug)]
 pub struct Holdings {
-    /// As [`Coordinator::stats`] says it.
+    /// The figures, as [`Coordinator::stats`] returns them.
     pub stats: Result<TenantStats, Trouble>,
-    /// Is there a process that lives and has said nothing?
+    /// Is there a live process that has not answered?
     pub is_silent: bool,
-    /// Was one of these waited for, until the time was up?
+    /// Did the call wait for such a process until its time was up?
     pub is_overdue: bool,
 }
 
 impl Holdings {
-    /// Asks the tenants of all these. Blocks for as long as one of them may take.
+    /// Asks the tenants of all these coordinators. Blocks as long as the slowest of them.
     pub fn of_all(all: &[&Coordinator]) -> Vec<Self> {
         let began = Instant::now();
         let asked = all.iter().map(|coordinator| coordinator.ask_stats(began));
@@ -232,7 +233,7 @@ impl Holdings {
             if let Ok(stats) = &mut found[position].stats {
                 match answer.to(&Stats) {
                     Ok(mut member) => {
-                        // The kernel's id is in our namespace, the member's own may not be.
+                        // The kernel's id is valid in our namespace, and the member's own id may not be.
                         member.member.pid = who.pid.unwrap_or(member.member.pid);
                         stats.members.push(member);
                     }
@@ -249,8 +250,8 @@ impl Holdings {
 }
 
 impl Coordinator {
-    /// Returns what every process of the tenant holds. Takes no lock and changes nothing but that dead processes'
-    /// sockets are removed. Members that do not answer are listed, not an error.
+    /// Returns the memory of every process of the tenant. Takes no lock. Removes sockets of dead processes, and changes nothing
+    /// else. Members that do not answer are listed; they are no error.
     ///
     /// # Errors
     /// [`Trouble::NoSuchTenant`], [`Trouble::NoProcess`], [`Trouble::RunDir`].
@@ -258,7 +259,7 @@ impl Coordinator {
         Holdings::of_all(&[self]).remove(0).stats
     }
 
-    /// Asks all that can answer.
+    /// Asks all processes that can answer.
     fn ask_stats(&self, began: Instant) -> (Peers, Holdings) {
         let (peers, stats, is_silent) = match self.try_ask_stats(began) {
             Ok((peers, stats, is_silent)) => (peers, Ok(stats), is_silent),

@@ -13,59 +13,58 @@ use sublet_protocol::run_dir::{RunDir, pause_thread};
 use sublet_protocol::wire::Phase;
 use sublet_protocol::{phase::Stage, scope::Scope};
 
-/// The options of a coordinator: how long it waits and for what, and how it acts.
+/// The options of a coordinator: the time limits of its waits, and its rules.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a wish of its own")]
 pub struct Options {
-    /// For each phase that prepares, and at least that for the greeting; none for their own defaults
+    /// The time limit of each phase that prepares, and the least time limit of the greeting; none for the phases' defaults
     /// ([`Options::phase_timeout`]).
     pub timeout: Option<Duration>,
-    /// At least, for phases that finish or undo what was begun: one that is slow there is not lost.
+    /// The least time limit of phases that finish or undo an action: a slow member is not lost there.
     pub finish_timeout: Duration,
-    /// For the ranks to come to a common cut before a pause, when there is no `timeout`.
+    /// The time limit for the ranks to reach a common cut before a pause, without a `timeout`.
     pub cut_timeout: Duration,
-    /// Beyond a phase's timeout, for the answer to arrive.
+    /// The time for the answer to arrive, in addition to a phase's timeout.
     pub reply_margin: Duration,
-    /// For a connection and for the answer to a plain question.
+    /// The time limit of a connection, and of the answer to a simple question.
     pub contact_timeout: Duration,
-    /// For another coordinator of the tenant to finish.
+    /// The time limit for another coordinator of the tenant to finish.
     pub lock_timeout: Duration,
-    /// When given, do nothing until every member's application has requested the action too, for at most
-    /// this long.
+    /// If given: do nothing until every member's application has requested the action too, for at most this long.
     pub consent: Option<Duration>,
-    /// Before a resume creates anything, ask every member what is needed and free. For trying again and
-    /// again: one that cannot succeed then takes no memory from others even for a moment.
+    /// Does a resume ask every member for the needed and the free memory before it creates anything? For repeated tries: a try
+    /// that cannot succeed then uses no memory of others even for a moment.
     pub look_first: bool,
     /// The rule of a resume for memory that was imported from processes that have ended.
     pub lost_imports: LostImports,
     /// Calls the action off when it is raised before the point of no return.
     pub interrupt: Option<Interrupt>,
-    /// Does a pause give a tenant up, of which a process that others wait for waits for device memory itself? Else it waits for that too, for as
-    /// long as for the cut.
+    /// Does a pause give up on a tenant if a process for which others wait is itself waiting for device memory? Otherwise the
+    /// pause waits for that process too, as long as for the cut.
     pub passes_by_memory_waits: bool,
-    /// Does a pause give memory back while the rest is still saved, also where that does not pay? Its point of no return is before
-    /// it saves, then. A pause for which it pays does so anyway.
+    /// Does a pause release memory while the rest is still saved, even if that does not pay? Its point of no return then comes
+    /// before it saves. A pause for which it pays does so anyway.
     pub releases_early: bool,
-    /// The fate of memory that other tenants have open, in a pause. One that takes contexts too waits in any case.
+    /// The treatment of memory that other tenants have open, in a pause. A pause that takes contexts too always waits.
     pub lent: LentMemory,
     /// Does a pause take the processes' contexts too, with all that the driver keeps of them on the devices?
     pub is_deep: bool,
-    /// The way to the processes' contexts, for a pause that takes them and for the way back. Without it both are refused.
+    /// Access to the processes' contexts, for a deep pause and for its resume. Without it both are refused.
     pub contexts: Option<Arc<dyn Contexts>>,
     /// Makes the room in host memory for one pause that lacks it. Without it such a pause is refused.
     pub room: Option<fn() -> Box<dyn MakesRoom>>,
-    /// The memory that the action is about.
+    /// The memory to pause or resume.
     pub scope: Scope,
     /// The members that take part.
     pub takes_part: TakesPart,
-    /// The conduct of processes while a pause by tag lasts.
+    /// The behaviour of processes while a pause by tag lasts.
     pub meanwhile: Meanwhile,
 }
 
-/// Room in host memory for one pause that has none. It is made between two tries, when all processes of its tenant run again.
+/// Makes room in host memory for one pause that lacks it, between two tries, when all processes of its tenant run again.
 pub trait MakesRoom: Debug {
-    /// Has other tenants than `tenant` give back what is `short`. True when some was given, and the same pause may succeed
-    /// now. Blocks for a bounded time.
+    /// Makes tenants other than `tenant` return the host memory that is `short`. True if some was returned, and the same pause
+    /// may succeed now. Blocks for a bounded time.
     fn make(
         &mut self,
         run_dir: &RunDir,
@@ -75,21 +74,21 @@ pub trait MakesRoom: Debug {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> bool;
 
-    /// An account of it, for the report of the pause.
+    /// The account of this work, for the report of the pause.
     fn notes(&self) -> Vec<String>;
 }
 
-/// The conduct of a tenant's processes while memory of theirs is away by tag.
+/// The behaviour of a tenant's processes while some of their memory is released by tag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Meanwhile {
-    /// They run on: the pause is their own wish.
+    /// They run on: the tenant itself requested the pause.
     #[default]
     RunOn,
-    /// They run on where each of them has agreed to run without these tags. Else all stand still, as in a whole pause.
+    /// They run on if each of them has agreed to run without these tags. Otherwise all stop, as in a whole pause.
     AsAgreed,
 }
 
-/// The fate of memory that other tenants have open when its tenant is paused.
+/// The treatment of memory that other tenants have open when its tenant is paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LentMemory {
     /// The pause waits until they close it, and is refused in the end.
@@ -105,14 +104,14 @@ pub enum TakesPart {
     /// All.
     #[default]
     Everybody,
-    /// This one alone, while others do the same. For memory that no other holds, of a process whose
-    /// peers run on: nobody is brought to a cut, so what it has launched must be able to end without more
-    /// launches of its own.
+    /// This one alone, while others may do the same. For memory that no other process holds, of a process whose peers run on.
+    /// No rank is brought to a cut, so the launched work of the process must be able to end without further launches of its
+    /// own.
     Alone(MemberId),
 }
 
-/// The fate of memory that was imported from a process that ended while its tenant was paused. Such memory cannot come
-/// back: its contents were that process's.
+/// The treatment of memory that was imported from a process that ended while its tenant was paused. Such memory cannot be
+/// restored: its contents ended with that process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LostImports {
     /// The resume is refused, and the tenant stays paused.
@@ -150,18 +149,18 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The usual ones, but that a phase, and the wait for the tenant's lock, may take so long.
+    /// The default options, with this time limit for each phase and for the wait for the tenant's lock.
     pub fn within(timeout: Option<Duration>) -> Self {
         let usual = Self::default();
         Self { timeout, lock_timeout: timeout.unwrap_or(usual.lock_timeout), ..usual }
     }
 
-    /// Returns the time that the ranks may take to come to a common cut.
+    /// Returns the time within which the ranks must reach a common cut.
     pub fn cut_timeout(&self) -> Duration {
         self.timeout.unwrap_or(self.cut_timeout)
     }
 
-    /// Returns the time that members may take for `phase`.
+    /// Returns the time within which members must finish `phase`.
     pub fn phase_timeout(&self, phase: Phase) -> Duration {
         let timeout = self.timeout.unwrap_or_else(|| phase.timeout());
         if phase.stage() == Stage::Prepare { timeout } else { timeout.max(self.finish_timeout) }
@@ -172,12 +171,12 @@ impl Options {
         self.lent == LentMemory::WaitFor || self.is_deep
     }
 
-    /// Does somebody want it called off?
+    /// Has a caller requested to call the action off?
     pub fn is_called_off(&self) -> bool {
         self.interrupt.as_ref().is_some_and(Interrupt::is_raised)
     }
 
-    /// Waits for as long as `rest`, or until it is called off.
+    /// Waits for `rest`, or until the action is called off.
     pub fn rest(&self, rest: Duration) {
         match &self.interrupt {
             Some(interrupt) => interrupt.wait(rest),

@@ -1,4 +1,4 @@
-//! The coordinator's connections: what was asked of whom, and who still owes an answer.
+//! The coordinator's connections, its questions on them, and the answers that are due.
 //!
 //! Answers come in the order of the questions on each connection, so a question may be sent while an
 //! earlier one is unanswered: each connection keeps the queue of what it owes. One poll waits for all.
@@ -22,20 +22,20 @@ use sublet_protocol::transport::{
 };
 use sublet_protocol::wire::{FailureKind, MemberInfo, MemberState, Reply};
 
-/// Requests are a few bytes; a peer that cannot take one for this long does not read its socket at all.
+/// The time limit of a send. Requests are short, so a peer that receives none in this time does not read its socket at all.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The longest time that a process may take from closing its descriptors to being dead.
+/// The longest time of a process between closing its descriptors and its end.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// One member, connected until it is lost.
 #[derive(Debug)]
 pub(super) struct Peer {
     who: Who,
-    /// Its id in the pid namespace of this process, if it has one there. `who` may have that of its own namespace.
+    /// The member's id in this process's pid namespace, if it has one. `who` may have the id of the member's own namespace.
     pid_here: Option<u32>,
     info: Option<MemberInfo>,
-    /// Its connection does not always tell of its end: a child that it forked may hold that open.
+    /// The member's process. The connection does not always tell of its end: a forked child may hold the connection open.
     process: Process,
     link: Link,
 }
@@ -46,9 +46,9 @@ enum Link {
         connection: Box<Connection>,
         owed: VecDeque<Owed>,
     },
-    /// The process ended, or closed its end.
+    /// The process ended, or closed the connection.
     HungUp,
-    /// The connection is of no use any more, though the process may live.
+    /// The connection cannot be used any more, though the process may live.
     Broken,
 }
 
@@ -65,11 +65,11 @@ struct Owed {
     step: Step,
     asked: Instant,
     deadline: Instant,
-    /// Reported as missing already; it may still come, and then comes before later ones.
+    /// Was the answer reported as missing already? It may still come, and then comes before later ones.
     overdue: bool,
 }
 
-/// A reply, or the news that none will come in time.
+/// A reply, or the report that none will come in time.
 #[derive(Debug)]
 pub struct Answer {
     /// The member, by its index.
@@ -87,7 +87,7 @@ impl Answer {
     /// A refusal, and a reply of another kind.
     pub fn to<Q: Question>(self, question: &Q) -> Result<Q::Answer, MemberFailure> {
         let (who, step) = (self.who, self.step);
-        // Descriptors with a reply are taken before, by the code that knows what they are.
+        // The code that knows the descriptors of a reply has received them before.
         match question.outcome_in(self.reply?, Vec::new()) {
             Some(Ok(answer)) => Ok(answer),
             Some(Err(failure)) => Err(MemberFailure { who, step, failure }),
@@ -95,7 +95,7 @@ impl Answer {
         }
     }
 
-    /// Why it failed, whatever it was asked.
+    /// The failure, if there is one, for any question.
     pub(super) fn failure(self) -> Option<MemberFailure> {
         let (who, step) = (self.who, self.step);
         match self.reply {
@@ -106,19 +106,19 @@ impl Answer {
     }
 }
 
-/// The failure of a member that answered another question than the one it was asked.
+/// The failure of a member whose answer fits another question.
 fn another_answer(who: Who, step: Step) -> MemberFailure {
     let message = "its answer does not fit the question";
     MemberFailure::new(who, step, FailureKind::Unknown, message)
 }
 
-/// Whether the process behind a socket is there.
+/// The outcome of a try to reach the process behind a socket.
 pub(super) enum Reached {
     Peer(Box<Peer>),
     Dead,
 }
 
-/// Connects to a member. A socket that nobody serves any more is no error.
+/// Connects to a member. A socket that no process serves any more is no error.
 pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached, TransportError> {
     let connection = match Connection::connect(&socket.path, deadline) {
         Err(error) if error.nobody_listens() => return Ok(Reached::Dead),
@@ -142,15 +142,15 @@ pub(super) fn reach(socket: &MemberSocket, deadline: Instant) -> Result<Reached,
 #[derive(Debug, Default)]
 pub struct Peers {
     list: Vec<Peer>,
-    /// Processes that had ended, whose sockets were removed.
+    /// The number of dead processes whose sockets were removed.
     dead: usize,
-    /// The peers that have something for us, by index. One too many is no harm, and a missing one is found by the next
-    /// look.
+    /// The peers that have sent something or ended, by index. An entry too many does no harm, and the next look finds a missing
+    /// one.
     ready: VecDeque<usize>,
 }
 
 impl Peers {
-    /// Adds the process behind `socket`, or removes the socket of one that is dead.
+    /// Adds the process behind `socket`, or removes the socket if the process is dead.
     pub(super) fn add(
         &mut self,
         dir: &TenantDir,
@@ -172,7 +172,7 @@ impl Peers {
         (0..self.list.len()).collect()
     }
 
-    /// The number of processes that had ended before they were spoken to.
+    /// The number of processes that had ended before the first question.
     pub fn dead(&self) -> usize {
         self.dead
     }
@@ -202,57 +202,57 @@ impl Peers {
         self.list[index].pid_here
     }
 
-    /// As if the process of this member were in another pid namespace.
+    /// Makes the process of this member look like one of another pid namespace.
     #[cfg(test)]
     pub(super) fn move_out_of_sight(&mut self, index: usize) {
         self.list[index].pid_here = None;
     }
 
-    /// The indexes of the members of which `is_meant` is true.
+    /// The indexes of the members for which `is_meant` is true.
     pub(super) fn those(&self, is_meant: impl Fn(&MemberInfo) -> bool) -> Vec<usize> {
         let mut all = self.all();
         all.retain(|index| self.info(*index).is_some_and(&is_meant));
         all
     }
 
-    /// The indexes of the members that have said who they are.
+    /// The indexes of the members that have answered the greeting.
     pub fn greeted(&self) -> Vec<usize> {
         self.those(|_| true)
     }
 
-    /// The members that stand still in a pause by tag.
+    /// The members that are stopped in a pause by tag.
     pub(super) fn standing(&self) -> Vec<usize> {
         self.those(|info| info.stands_without.is_some())
     }
 
-    /// The tags of a pause by tag in which members stand still.
+    /// The tags of a pause by tag in which members are stopped.
     pub(super) fn stands_without(&self) -> Option<TagNames> {
         self.infos().find_map(|info| info.stands_without.clone())
     }
 
-    /// The state of a member, if it has said who it is.
+    /// The state of a member, if it has answered the greeting.
     pub fn state(&self, index: usize) -> Option<MemberState> {
         self.info(index).map(|info| info.state)
     }
 
-    /// A step has brought this member to `state`.
+    /// Records that a step has brought this member to `state`.
     pub fn set_state(&mut self, index: usize, state: MemberState) {
         if let Some(info) = &mut self.list[index].info {
             info.state = state;
         }
     }
 
-    /// Does this member run, so that what comes back to it comes by tag?
+    /// Does this member run, so that its memory is restored by tag?
     pub fn runs(&self, index: usize) -> bool {
         self.state(index) == Some(MemberState::Active)
     }
 
-    /// Forgets the members that have not said who they are.
+    /// Forgets the members that have not answered the greeting.
     pub(super) fn drop_nameless(&mut self) {
         self.list.retain(|peer| peer.info.is_some());
     }
 
-    /// Tells those of `members` that can be told something that changes nothing more, and waits for their answers.
+    /// Sends those of `members` that are connected a message that changes nothing more, and waits for their answers.
     pub fn tell<Q: Question>(&mut self, members: &[usize], news: Q, timeout: Duration) {
         let up: Vec<usize> = members.iter().copied().filter(|index| self.is_up(*index)).collect();
         self.converse(&up, Inquiry::of(news, timeout, None), |_, _, said| {
@@ -263,10 +263,10 @@ impl Peers {
         });
     }
 
-    /// Asks one member; its answer is due within `timeout` of now, or of the deadline of what it owes already.
+    /// Asks one member. Its answer is due within `timeout` of now, or of the deadline of an earlier answer that it owes.
     ///
     /// # Errors
-    /// The member is gone, or takes nothing.
+    /// The member has ended, or does not receive the question.
     pub fn ask<Q: Question>(
         &mut self,
         index: usize,
@@ -275,7 +275,7 @@ impl Peers {
     ) -> Result<(), MemberFailure> {
         let step = question.step();
         if matches!(&self.list[index].link, Link::Up { owed, .. } if owed.is_empty()) {
-            // What is here now answers no question; it must not be taken for the answer to this one.
+            // A message that is already here answers no question, and must not count as the answer to this one.
             self.check_alive(index, step)?;
         }
         let peer = &mut self.list[index];
@@ -298,7 +298,7 @@ impl Peers {
         Ok(())
     }
 
-    /// Those asked this question first have as long as the last: all that are silent are overdue together, and named.
+    /// Extends all deadlines of this question to the last one, so that all silent members are overdue together, and named.
     pub(super) fn give_all_the_time_of_the_last(&mut self, step: Step) {
         let all = self.list.iter_mut().filter_map(|peer| match &mut peer.link {
             Link::Up { owed, .. } => {
@@ -313,9 +313,9 @@ impl Peers {
         }
     }
 
-    /// The next answer of several tenants' members with the position of that tenant, or the next member that is overdue; none
-    /// when nobody owes one that could still be in time, or when `interrupt` was raised. With [`Wait::Nobody`] it does not block,
-    /// and takes what has arrived or is overdue already.
+    /// The next answer of several tenants' members with the position of that tenant, or the next overdue member. None if no
+    /// member owes an answer that could still be in time, or if `interrupt` was raised. With [`Wait::Nobody`] it does not
+    /// block, and only returns answers that have arrived or are overdue already.
     pub fn next_of(
         all: &mut [&mut Self],
         wait: Wait,
@@ -354,8 +354,8 @@ impl Peers {
         each.find_map(|(position, peers)| Some((position, answer(peers)?)))
     }
 
-    /// Waits until one that owes an answer has sent something or ended, and notes all of those: with many members,
-    /// to look at each for each answer is most of a pause.
+    /// Waits until a member that owes an answer has sent something or ended, and notes all such members. With many members, a
+    /// look at each member for each answer would be most of the time of a pause.
     fn look(all: &mut [&mut Self], deadline: Instant, interrupt: Option<&Interrupt>) {
         let mut owners = Vec::new();
         let mut fds = Vec::new();
@@ -386,7 +386,7 @@ impl Peers {
         }
     }
 
-    /// The next answer of those that were found ready. A member may have sent more than one.
+    /// The next answer of the members that were found ready. A member may have sent more than one.
     fn answer_at_hand(&mut self) -> Option<Answer> {
         while let Some(&index) = self.ready.front() {
             let answer = self.list.get_mut(index).and_then(|peer| peer.try_answer(index));
@@ -398,7 +398,7 @@ impl Peers {
         None
     }
 
-    /// Takes a greeting, which must come from the member whose socket was called.
+    /// Records a greeting, which must come from the member whose socket was called.
     pub(super) fn introduce(
         &mut self,
         index: usize,
@@ -408,7 +408,7 @@ impl Peers {
         if info.id != peer.who.member {
             return Err(another_answer(peer.who, Step::Hello));
         }
-        // The kernel's id is in our namespace, the member's own may not be.
+        // The kernel's id is valid in our namespace, and the member's own id may not be.
         info.pid = peer.who.pid.unwrap_or(info.pid);
         peer.who.pid = Some(info.pid);
         peer.info = Some(info);
@@ -428,7 +428,7 @@ impl Peers {
         matches!(self.list[index].link, Link::Up { .. })
     }
 
-    /// Has this member's process ended? That it hung up does not say so.
+    /// Has this member's process ended? A closed connection does not prove it.
     pub(super) fn is_dead(&self, index: usize, dir: &TenantDir) -> bool {
         let Peer { who, process, link, .. } = &self.list[index];
         let is_left = || dir.socket_path(who.member).is_ok_and(|path| has_ended(&path));
@@ -440,7 +440,7 @@ impl Peers {
         self.list.retain(|peer| !matches!(peer.link, Link::HungUp));
     }
 
-    /// Closes our end. What the member still owes is waited for no more.
+    /// Closes our end of the connection. Answers that the member still owes are dropped.
     pub(super) fn drop_link(&mut self, index: usize) {
         self.list[index].link = Link::Broken;
     }
@@ -453,7 +453,7 @@ impl Peers {
         }
     }
 
-    /// Notices a member that has hung up while nothing was asked of it.
+    /// Notices a member that closed its connection while it owed no answer.
     pub(super) fn check_alive(&mut self, index: usize, step: Step) -> Result<(), MemberFailure> {
         let peer = &mut self.list[index];
         let who = peer.who;
@@ -482,7 +482,7 @@ impl Peers {
         due.map(|owed| owed.deadline).min()
     }
 
-    /// Files one answer that was due at `deadline` as missing.
+    /// Records one answer that was due at `deadline` as missing.
     fn mark_overdue(&mut self, deadline: Instant) -> Option<Answer> {
         for (index, peer) in self.list.iter_mut().enumerate() {
             let Link::Up { owed, .. } = &mut peer.link else {
@@ -503,15 +503,14 @@ impl Peers {
 }
 
 impl Peer {
-    /// Takes an answer that has arrived. A broken connection answers the oldest question and voids the
-    /// rest.
+    /// Reads an answer that has arrived. A broken connection answers the oldest question and voids the rest.
     fn try_answer(&mut self, index: usize) -> Option<Answer> {
         let who = self.who;
         let Link::Up { connection, owed } = &mut self.link else {
             return None;
         };
         let step = owed.front()?.step;
-        // Looked at before the connection: what it sent before its end counts.
+        // Checked before the connection is read: messages that the member sent before its end count.
         let has_ended = self.process.has_ended();
         let reply = match connection.try_receive::<Reply>() {
             Ok(None) if has_ended => Err(self.note_end(step)),
@@ -525,13 +524,13 @@ impl Peer {
         Some(Answer { peer: index, step, who, reply })
     }
 
-    /// The process has ended, though its connection does not say so.
+    /// Records that the process has ended, though its connection does not show it.
     fn note_end(&mut self, step: Step) -> MemberFailure {
         self.link = Link::HungUp;
         gone(self.who, step, self.end_in_words())
     }
 
-    /// The connection failed with `error`.
+    /// Records that the connection failed with `error`.
     fn lose(&mut self, step: Step, error: &TransportError) -> MemberFailure {
         self.link = Link::after(error);
         let in_words = match &self.info {
@@ -554,7 +553,7 @@ impl Peer {
         gone(self.who, step, message)
     }
 
-    /// Is a process that has closed its end about to end? The kernel closes descriptors first.
+    /// Does a process that closed its connection end soon? The kernel closes descriptors first.
     fn ends_soon(&self) -> bool {
         let ended = self.process.ends_before(Instant::now() + END_TIMEOUT);
         ended.unwrap_or(self.info.is_some())
@@ -573,7 +572,7 @@ impl Peer {
     }
 }
 
-/// Returns the descriptors to wait for when `peer` owes an answer: that of the answer, and that of its end.
+/// Returns the descriptors to wait for if `peer` owes an answer: the connection's, and that for the end of the process.
 fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
     let connection = match &peer.link {
         Link::Up { connection, owed } if !owed.is_empty() => Some(connection.as_fd()),
@@ -583,7 +582,7 @@ fn waiting_fds(peer: &Peer) -> impl Iterator<Item = PollFd<'_>> {
     connection.into_iter().chain(process).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
 }
 
-/// The failure of a member that does not answer for itself.
+/// The failure of a member that cannot answer itself.
 pub(super) fn gone(who: Who, step: Step, message: String) -> MemberFailure {
     MemberFailure::new(who, step, FailureKind::PeerGone, message)
 }

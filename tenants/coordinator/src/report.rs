@@ -51,7 +51,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Is there no way back from it?
+    /// Can this step not be undone?
     pub fn is_commit(self) -> bool {
         matches!(self, Self::Phase(phase) if phase.stage() == Stage::Commit)
     }
@@ -109,7 +109,7 @@ pub struct MemberFailure {
 }
 
 impl MemberFailure {
-    /// The failure of `who` in `step`.
+    /// Makes the failure of `who` in `step`.
     pub fn new(who: Who, step: Step, kind: FailureKind, message: impl Into<String>) -> Self {
         Self { who, step, failure: Failure { kind, message: message.into() } }
     }
@@ -122,10 +122,10 @@ impl fmt::Display for MemberFailure {
     }
 }
 
-/// Something to show while the coordinator works.
+/// An event to show while the coordinator works.
 #[derive(Clone, Debug)]
 pub enum Event<'a> {
-    /// A step was sent to so many members.
+    /// A step was sent to members.
     StepStarted {
         /// The tenant of the members.
         tenant: &'a TenantName,
@@ -134,43 +134,43 @@ pub enum Event<'a> {
         /// The number of members that take part.
         members: usize,
     },
-    /// A member has done its part.
+    /// A member has finished the step.
     MemberDone {
         /// The member.
         who: Who,
         /// The step.
         step: Step,
     },
-    /// All members have done their part.
+    /// All members have finished the step.
     StepDone {
         /// The step.
         step: Step,
-        /// Since it was sent.
+        /// The time since the step was sent.
         elapsed: Duration,
     },
     /// The ranks are not at a common cut yet.
     WaitingForCut {
-        /// The member that is waited for.
+        /// The member for which the coordinator waits.
         who: Who,
-        /// The reason why it is not at the cut, and what its threads are at.
+        /// The reason why it is not at the cut, and the activity of its threads.
         laggard: &'a Laggard,
-        /// The number of other members that are waited for.
+        /// The number of other members for which the coordinator waits.
         others: usize,
     },
-    /// Devices have work left, behind shut gates.
+    /// Devices have work left after the gates were closed.
     WaitingForDevices {
-        /// The member that is waited for.
+        /// The member for which the coordinator waits.
         who: Who,
-        /// Its activity behind the shut gate.
+        /// Its activity behind the closed gate.
         activity: &'a Activity,
-        /// The number of other members that are waited for.
+        /// The number of other members for which the coordinator waits.
         others: usize,
     },
-    /// Somebody wants to call off what cannot be called off any more; it goes on.
+    /// A caller wants to call off an action that cannot be called off any more; the action goes on.
     GoingOn,
-    /// Something failed; what was done is being undone.
+    /// A member failed, and the finished steps are being undone.
     RollingBack {
-        /// Why.
+        /// The failures.
         failures: &'a [MemberFailure],
     },
     /// A process is dead and its socket was removed.
@@ -194,7 +194,7 @@ pub enum Outcome {
     Completed(Box<Report>),
     /// Every process was paused before.
     AlreadyPaused {
-        /// Device memory that stays, as that pause said too.
+        /// Device memory that stays, as in the report of that pause.
         stays: Vec<PinnedBytes>,
     },
     /// Every process was active before.
@@ -211,7 +211,7 @@ impl Outcome {
         }
     }
 
-    /// Returns why a deep pause was a plain one, if it was.
+    /// Returns the reason why a deep pause became a plain one, if it did.
     pub fn not_deep(&self) -> Option<String> {
         if let Self::Completed(report) = self {
             report.not_deep.first().map(ToString::to_string)
@@ -240,12 +240,12 @@ impl Outcome {
         matches!(self, Self::Completed(report) if !report.losses.is_empty())
     }
 
-    /// Is it not as asked, for who wanted the room of a tenant and has it? What stays did not matter then.
+    /// Is the result partial for a caller that wanted the room of a tenant and got it? Memory that stays does not count.
     pub fn is_partial_for_room(&self) -> bool {
         matches!(self, Self::Completed(report) if report.is_partial_for_room())
     }
 
-    /// Is it not wholly as asked?
+    /// Is the result partial?
     pub fn is_partial(&self) -> bool {
         self.is_partial_for_room() || !self.stays().is_empty()
     }
@@ -381,7 +381,7 @@ impl PhaseSummary {
 }
 
 impl Report {
-    /// Sums what all members did with the contents that they keep; none where nobody says.
+    /// Returns the sum of the members' figures for kept contents; none if no member reports any.
     pub fn kept(&self) -> Option<KeptBytes> {
         let members = self.phases.iter().flat_map(|phase| &phase.members);
         members.filter_map(|member| member.report.kept).reduce(KeptBytes::plus)
@@ -435,7 +435,7 @@ impl Report {
         }
     }
 
-    /// Returns what a person should know of the pause or resume, and what was lost.
+    /// Returns remarks for people about the pause or resume, including losses.
     pub fn remarks(&self) -> Vec<String> {
         let losses = self.losses.iter().map(|loss| format!("lost: {loss}"));
         staying(&self.stays)
@@ -445,7 +445,7 @@ impl Report {
             .collect()
     }
 
-    /// Why a deep pause was a plain one, in words.
+    /// The reasons why a deep pause became a plain one, in words.
     pub fn shallow(&self) -> impl Iterator<Item = String> {
         self.not_deep.iter().map(|failure| {
             format!(
@@ -455,7 +455,7 @@ impl Report {
         })
     }
 
-    /// Is it not wholly as asked?
+    /// Is the result partial?
     pub fn is_partial(&self) -> bool {
         self.is_partial_for_room() || !self.stays.is_empty()
     }
@@ -465,14 +465,14 @@ impl Report {
         !self.losses.is_empty() || !self.not_deep.is_empty()
     }
 
-    /// From now on, so much stays.
+    /// Replaces the list of device memory that stays.
     pub fn set_stays(&mut self, stays: Vec<PinnedBytes>) {
         self.stayed_bytes = PinnedBytes::total_bytes(&stays);
         self.stays = stays;
     }
 
-    /// Adds a phase. Bytes of devices count in the phases that give memory back or take it; what is free
-    /// is as the latest phase saw it.
+    /// Adds a phase. Bytes of devices count in the phases that release or allocate memory. The free bytes are those of the
+    /// latest phase.
     pub fn add(&mut self, summary: PhaseSummary) {
         let moves_memory = summary.phase.moves_memory();
         for MemberPhase { who, report } in &summary.members {
@@ -531,9 +531,9 @@ pub struct TenantStats {
     pub failures: Vec<MemberFailure>,
 }
 
-/// A question of the coordinator's, which is one of its steps.
+/// A question of the coordinator, which is one of its steps.
 pub trait Question: Ask + Clone {
-    /// Returns the step that the question is, for people.
+    /// Returns the step of the question, for people.
     fn step(&self) -> Step;
 }
 

@@ -1,6 +1,6 @@
-//! One pause or resume: which memory and which members it is about, and what it tells them.
+//! One pause or resume: its memory, its members, and its orders to them.
 //!
-//! A pause takes the members that are active, a resume those that are paused.
+//! A pause acts on the active members, a resume on the paused ones.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,20 +23,20 @@ use sublet_protocol::wire::{Action, MemberState, Order, Phase, TagBytes, TakePha
 pub struct Round<'a> {
     options: &'a Options,
     action: Action,
-    /// Tells it from others.
+    /// The number that tells the round from others.
     pub(super) number: u64,
-    /// The memory that it is about.
+    /// The memory to pause or resume.
     scope: Scope,
-    /// Do all processes stand still while a pause by tag lasts?
+    /// Are all processes stopped while a pause by tag lasts?
     pub(super) stands: bool,
-    /// Does another tenant take the place of this one meanwhile, or give it its own?
+    /// Does another tenant use the memory of this one meanwhile, or release its own for it?
     pub(super) overlaps: bool,
-    /// The decision that all processes go by.
+    /// The decision that all processes follow.
     pub(super) agreed: Agreed,
 }
 
 impl<'a> Round<'a> {
-    /// `action` as `options` say. Nobody is told anything yet.
+    /// Makes the round of `action` from `options`. Nothing is sent yet.
     pub(super) fn new(options: &'a Options, action: Action) -> Self {
         let (number, scope, agreed) = (new_number(), options.scope.clone(), Agreed::default());
         Self { options, action, number, scope, stands: false, overlaps: false, agreed }
@@ -46,17 +46,17 @@ impl<'a> Round<'a> {
         self.action
     }
 
-    /// The memory that it is about.
+    /// The memory to pause or resume.
     pub fn scope(&self) -> &Scope {
         &self.scope
     }
 
-    /// Another tenant moves its memory meanwhile.
+    /// Records that another tenant moves its memory meanwhile.
     pub fn overlap(&mut self) {
         self.overlaps = true;
     }
 
-    /// Begins a pause or resume of its own, when all that was led is undone.
+    /// Begins a new pause or resume with another number, after all that was done is undone.
     pub(super) fn begin_again(&mut self) {
         self.number = new_number();
     }
@@ -71,14 +71,15 @@ impl<'a> Round<'a> {
         self.action == Action::Pause && self.options.is_deep
     }
 
-    /// The phases that can be undone. With both legs memory comes by windows, each created when there is room for it.
+    /// The phases that can be undone. If another tenant moves its memory meanwhile, memory is created window by window, as soon
+    /// as there is room for it.
     pub(super) fn prepares(&self) -> impl Iterator<Item = Phase> + use<> {
         let overlaps = self.overlaps;
         let phases = self.action.phases(Stage::Prepare);
         phases.filter(move |phase| !(overlaps && *phase == Phase::Create))
     }
 
-    /// The words of its orders.
+    /// The values for the round's orders.
     pub fn told(&self) -> Told<'_> {
         Told {
             copies: self.agreed.copies,
@@ -90,17 +91,17 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// `phase` as part of this pause or resume.
+    /// Makes `phase` a part of this pause or resume.
     pub fn question(&self, phase: Phase) -> TakePhase {
         self.order(phase.order(&self.told()), millis(self.options.phase_timeout(phase)))
     }
 
-    /// `order` as part of this pause or resume.
+    /// Makes `order` a part of this pause or resume.
     pub fn order(&self, order: Order, timeout_ms: u64) -> TakePhase {
         TakePhase { round: self.number, alone: self.acts_alone(), order, timeout_ms }
     }
 
-    /// Device memory that the pause of everything has left. A pause by tag is not about that.
+    /// Device memory that the pause of the whole tenant has left. A pause by tag does not cover that memory.
     pub(super) fn stays(&self, peers: &Peers) -> Vec<PinnedBytes> {
         let mut stays = Vec::new();
         if self.scope == Scope::Whole {
@@ -109,8 +110,8 @@ impl<'a> Round<'a> {
         stays
     }
 
-    /// The members that it has something to do for; empty when there is nothing to be done. A resume
-    /// without tags of a tenant that runs is one of all its tags.
+    /// The members for which the round has work; empty if there is none. A resume without tags, of a tenant that runs, is a
+    /// resume of all its tags.
     pub(super) fn members(&mut self, cast: &mut Cast<'_>) -> Result<Vec<usize>, Trouble> {
         let action = self.action;
         self.refuse_unknown_tags(cast)?;
@@ -127,7 +128,7 @@ impl<'a> Round<'a> {
                 }
                 (Action::Resume, Scope::Tags { tags, .. }) if tags.cover(&without) => {}
                 (Action::Resume, Scope::Whole) => {}
-                // The rest of it.
+                // The pause of the rest of the memory.
                 (Action::Pause, Scope::Whole) => {
                     let standing = cast.peers.standing();
                     return Ok(active.into_iter().chain(standing).collect());
@@ -159,12 +160,12 @@ impl<'a> Round<'a> {
             match (action, self.scope.is_about(id)) {
                 (Action::Pause, true) => row.resident_bytes,
                 (Action::Pause, false) => 0,
-                // What others have imported may be away where the owner's own memory is not.
+                // Imports by others may be released while the owner's own memory is not.
                 (Action::Resume, true) => row.away_bytes + row.imported_away_bytes,
                 (Action::Resume, false) => row.imported_away_bytes,
             }
         });
-        // Calls into NCCL wait as requested, whether or not it has memory to give.
+        // Calls into NCCL wait as requested, even if NCCL has no memory to release.
         let nccl_waits = action == Action::Pause;
         let is_nccl_as_asked = !tags.has(NCCL_TAG)
             || infos()
@@ -186,8 +187,9 @@ impl<'a> Round<'a> {
         Ok(members)
     }
 
-    /// Refuses, before anything is created, if a process is missing that shares memory with others. Memory that its owner has freed
-    /// meanwhile comes back for those that hold it, and goes when all have it: without one of them it would be lost.
+    /// Refuses, before anything is created, if a process that shares memory with others is missing. Memory that its owner has
+    /// freed meanwhile is created for the processes that hold it, and released when all have it. Without one of them that
+    /// memory would be lost.
     fn refuse_without_partners(
         &self,
         cast: &mut Cast<'_>,
@@ -211,7 +213,7 @@ impl<'a> Round<'a> {
         let rows = cast.peers.infos().flat_map(|info| &info.tags);
         let known: BTreeSet<String> = rows.map(|row| row.tag.clone()).collect();
         let mut unknown: Vec<String> = wanted.difference(&known).cloned().collect();
-        // A library's may come to be at any time.
+        // A library may begin to use its tag at any time.
         unknown.retain(|tag| !LIBRARY_TAGS.contains(&tag.as_str()));
         if unknown.is_empty() {
             return Ok(());
@@ -220,7 +222,8 @@ impl<'a> Round<'a> {
         Err(Trouble::UnknownTags { tenant: cast.tenant(), unknown, known })
     }
 
-    /// The part that it takes of `members` now: a resume of that brings nothing back that was away before.
+    /// The part of the scope that is resident in `members` now. A later resume of this part restores no memory that was
+    /// released before.
     pub fn resident_part(&self, peers: &Peers, members: &[usize]) -> Scope {
         let Scope::Tags { tags, owner } = &self.scope else { return Scope::Whole };
         let infos = || members.iter().filter_map(|index| peers.info(*index));
@@ -228,7 +231,7 @@ impl<'a> Round<'a> {
         let rows = infos().flat_map(|info| &info.tags);
         let resident = rows.filter(|row| row.resident_bytes > 0 && leaves.has(&row.tag));
         let mut names: BTreeSet<String> = resident.map(|row| row.tag.clone()).collect();
-        // Its calls are let through again where they were before.
+        // NCCL's calls are let through again only if they were before.
         if leaves.has(NCCL_TAG) && infos().any(|info| !info.nccl_waits) {
             names.insert(NCCL_TAG.to_owned());
         }
@@ -236,7 +239,7 @@ impl<'a> Round<'a> {
     }
 }
 
-/// Refuses what would end a pause by tag in which members stand still, or make it another.
+/// Refuses an action that would end a pause by tag in which members are stopped, or change it.
 ///
 /// # Errors
 /// [`Trouble::StandsStill`].
@@ -247,7 +250,7 @@ pub fn refuse_standing(cast: &Cast<'_>) -> Result<(), Trouble> {
     Err(Trouble::StandsStill { tenant, what })
 }
 
-/// A number that no other pause or resume has.
+/// Returns a number that no other pause or resume has.
 fn new_number() -> u64 {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let counted = || {

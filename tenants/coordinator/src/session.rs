@@ -1,7 +1,7 @@
 //! One leg of a transaction: the pause or resume of one tenant, from the greeting to the account.
 //!
-//! A pause or resume that an earlier coordinator left half done is settled before. When a pause or resume ends before its point of no
-//! return, all members go back, and the error says why.
+//! A pause or resume that an earlier coordinator left half done is settled first. If a pause or resume ends before its point of
+//! no return, all members undo it, and the error has the reason.
 
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ use sublet_protocol::wire::{
 };
 use sublet_protocol::{phase::Stage, scope::Scope};
 
-/// The time for a member to hear that its wait is in vain.
+/// The time limit for telling a member that its wait is in vain.
 const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A tenant's pause or resume, while its lock is held.
@@ -35,21 +35,22 @@ const TELL_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct Session<'a> {
     /// The tenant's processes.
     pub cast: Cast<'a>,
-    /// The words of its orders.
+    /// The pause or resume, from which its orders are made.
     pub round: Round<'a>,
     /// The account so far.
     pub report: Report,
-    /// Those that take part, by their indices; none if there is nothing to be done.
+    /// The members that take part, by their indices; none if there is no work.
     pub members: Vec<usize>,
     lock: &'a CoordinatorLock,
-    /// One sentence for each communicator that some ranks of are in no live process of the tenant.
+    /// One sentence for each communicator that has ranks in no live process of the tenant.
     absent: Vec<String>,
-    /// When the first process was spoken to.
+    /// The time of the first message to a process.
     began: Instant,
 }
 
 impl<'a> Session<'a> {
-    /// Connects to all live members, learns who they are, has them settle what was left half done, and chooses those that take part.
+    /// Connects to all live members, learns their identities, makes them settle half-done work, and chooses the members that
+    /// take part.
     ///
     /// # Errors
     /// [`Trouble`]; nothing has moved.
@@ -75,7 +76,7 @@ impl<'a> Session<'a> {
         Ok(Self { cast, round, report, members, lock: &held.lock, absent: Vec::new(), began })
     }
 
-    /// The outcome of one that has nothing to do, but for the contexts that a deep pause takes.
+    /// The outcome of a session without work, except for the contexts that a deep pause takes.
     pub(super) fn rest(mut self) -> Outcome {
         if self.round.action() == Action::Resume {
             return Outcome::AlreadyActive;
@@ -90,10 +91,10 @@ impl<'a> Session<'a> {
         self.into_outcome()
     }
 
-    /// Takes the members through all phases.
+    /// Leads the members through all phases.
     ///
     /// # Errors
-    /// [`Trouble`], when all are back.
+    /// [`Trouble`], after all members have undone their steps.
     pub fn run(mut self, tries: &Tries) -> Result<Outcome, Trouble> {
         if self.round.action() == Action::Resume {
             self.bring_contexts_back()?;
@@ -112,22 +113,22 @@ impl<'a> Session<'a> {
         Ok(self.into_outcome())
     }
 
-    /// Its account.
+    /// The account of the session.
     pub fn into_outcome(self) -> Outcome {
         Outcome::Completed(Box::new(self.report))
     }
 
-    /// All that can be undone: consent, the phases that prepare, and a last look at who is there.
+    /// Does all steps that can be undone: consent, the phases that prepare, and a last check of the members.
     ///
     /// # Errors
-    /// Why it ends; nothing is undone yet.
+    /// The reason for the end; nothing is undone yet.
     pub fn prepare(&mut self, tries: &Tries) -> Result<(), Stop> {
         guards::ask(&guards::BEFORE, self, tries)?;
         self.check_lock().map_err(|_| Stop::LockGone)?;
         self.take_all(tries)
     }
 
-    /// Waits until all applications have requested it too.
+    /// Waits until all applications have requested the action too.
     pub(super) fn await_consent(&mut self) -> Result<(), Stop> {
         let timeout = self.cast.options.consent.unwrap_or_default();
         let question = AwaitConsent { action: self.round.action(), timeout_ms: millis(timeout) };
@@ -135,7 +136,7 @@ impl<'a> Session<'a> {
         said.map(drop).map_err(Stop::from)
     }
 
-    /// Is this the one that leads the tenant, as far as others can see? Looked at before a first step is taken.
+    /// Does this coordinator lead the tenant, as far as others can see? Checked before a first step is done.
     ///
     /// # Errors
     /// [`RunDirError::LockGone`].
@@ -144,10 +145,10 @@ impl<'a> Session<'a> {
         if self.lock.is_named() { Ok(()) } else { Err(RunDirError::LockGone { tenant }.into()) }
     }
 
-    /// The phases that prepare.
+    /// Does the phases that prepare.
     ///
     /// # Errors
-    /// Why it ends; nothing is undone yet.
+    /// The reason for the end; nothing is undone yet.
     pub fn take_all(&mut self, tries: &Tries) -> Result<(), Stop> {
         let taken = self.take_each(tries);
         taken.map_err(|stop| stop.naming(&self.absent))?;
@@ -156,7 +157,7 @@ impl<'a> Session<'a> {
         Ok(self.check_alive(next)?)
     }
 
-    /// One phase that prepares after the other.
+    /// Does the phases that prepare, one after the other.
     fn take_each(&mut self, tries: &Tries) -> Result<(), Stop> {
         for phase in self.round.prepares() {
             if phase.is_at_cut() && !self.round.acts_alone() {
@@ -174,7 +175,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Brings the ranks to a cut, and has them take `phase` there.
+    /// Brings the ranks to a cut, and tells the members to do `phase` there.
     fn stop_at_cut(&mut self, phase: Phase) -> Result<(), Stop> {
         let mut ranks = Ranks::new(&mut self.cast, &self.members);
         let stopped = ranks.stop(&mut self.round, phase);
@@ -187,7 +188,8 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Waits until the devices are idle and nobody else has any of the memory open, and decides what all go by from then on.
+    /// Waits until the devices are idle and no other process has any of the memory open. Then makes the decision that all
+    /// processes follow.
     fn drain(&mut self, tries: &Tries) -> Result<Vec<(usize, PhaseReport)>, Stop> {
         if self.report.drain.is_none() {
             let mut gated = Gated::new(&mut self.cast, self.round.number);
@@ -203,7 +205,7 @@ impl<'a> Session<'a> {
         Ok(done)
     }
 
-    /// The answers of all members; the first that fails ends it.
+    /// Returns the answers of all members; the first failure ends it.
     fn take<Q: Question>(
         &mut self,
         question: &Q,
@@ -214,7 +216,7 @@ impl<'a> Session<'a> {
         if self.cast.options.is_called_off() { Err(Stop::CalledOff) } else { Ok(done) }
     }
 
-    /// All phases that cannot be undone, of members that are not lost on the way.
+    /// Does all phases that cannot be undone, with the members that are not lost meanwhile.
     pub fn commit(&mut self) {
         let mut saving = self.round.agreed.saving;
         let mut left = self.members.clone();
@@ -222,7 +224,7 @@ impl<'a> Session<'a> {
             let began = Instant::now();
             let mut order = self.round.question(phase);
             if let Some(saving) = saving.take() {
-                // There is no way back, and one that saves is not lost.
+                // The phase cannot be undone, and a member that saves is not lost.
                 order.timeout_ms = order.timeout_ms.max(millis(phase.timeout() + saving));
             }
             let result = self.cast.take(&order, &left, OnFailure::WaitForAll);
@@ -232,20 +234,20 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Looks for members that have ended meanwhile, before they are told `next`.
+    /// Looks for members that have ended meanwhile, before `next` is sent to them.
     ///
     /// # Errors
-    /// They.
+    /// Those members.
     pub fn check_alive(&mut self, next: Step) -> Result<(), Vec<MemberFailure>> {
         let (peers, members) = (&mut self.cast.peers, self.members.iter());
         let dead: Vec<_> = members.filter_map(|it| peers.check_alive(*it, next).err()).collect();
         if dead.is_empty() { Ok(()) } else { Err(dead) }
     }
 
-    /// The words of each member that shares memory with other tenants.
+    /// The reports of each member that shares memory with other tenants.
     ///
     /// # Errors
-    /// Those that do not answer.
+    /// The members that do not answer.
     pub fn lendings(&mut self) -> Result<Vec<(usize, Lending)>, Vec<MemberFailure>> {
         self.loans().of_others()
     }
@@ -254,7 +256,7 @@ impl<'a> Session<'a> {
         Loans::new(&mut self.cast, self.round.scope(), &self.members)
     }
 
-    /// Refuses a deep pause that would not come to its end, before anything moves.
+    /// Refuses a deep pause that could not be completed, before anything moves.
     ///
     /// # Errors
     /// [`Trouble::NotDeep`].
@@ -271,7 +273,7 @@ impl<'a> Session<'a> {
         checked.map_err(|why| Trouble::NotDeep { tenant: self.cast.tenant(), why })
     }
 
-    /// The way to the contexts of its processes, or why there is none.
+    /// Access to the contexts of the processes, or the reason why there is none.
     fn contexts(&self) -> Result<&'a dyn Contexts, String> {
         self.cast.options.contexts.as_deref().ok_or_else(|| {
             format!(
@@ -282,7 +284,7 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Has the contexts leave when a deep pause is complete, and counts the time from `began`.
+    /// Takes the contexts off the devices after a deep pause is complete, and counts the time from `began`.
     pub fn take_contexts(&mut self, began: Instant) {
         if let Some(contexts) = self.contexts().ok().filter(|_| self.round.is_deep()) {
             contexts.take(self);
@@ -290,7 +292,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Brings the contexts back that a resume needs.
+    /// Restores the contexts that a resume needs.
     ///
     /// # Errors
     /// [`Trouble::Refused`].
@@ -313,15 +315,15 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Nothing has come of a resume: contexts that were brought back for it leave again.
+    /// Takes the contexts off the devices again that were restored for a failed resume.
     pub fn take_contexts_again(&mut self) {
         if let Ok(contexts) = self.contexts() {
             contexts.take_again(self);
         }
     }
 
-    /// Undoes all that was done in the members and makes the error of it. Applications that wait for it together go on with the same
-    /// error.
+    /// Undoes all work in the members and makes the error from `stop`. Applications that wait for the action together return
+    /// with the same error.
     pub fn undo(&mut self, stop: Stop) -> Trouble {
         let error = self.roll_back(stop);
         if self.cast.options.consent.is_some() {
@@ -335,7 +337,7 @@ impl<'a> Session<'a> {
         let action = self.round.action();
         let mut failures = stop.failures();
         self.cast.tell(Event::RollingBack { failures: &failures });
-        // A member that still waits for its application has done nothing yet, and stops when we hang up.
+        // A member that still waits for its application has done nothing yet, and stops when we close the connection.
         for index in &self.members {
             if self.cast.peers.owes(*index, Step::Consent(action)) {
                 self.cast.peers.drop_link(*index);
@@ -346,7 +348,7 @@ impl<'a> Session<'a> {
         let undo = self.round.question(Phase::Abort);
         let (mut undone, mut undo_failures) = (Vec::new(), Vec::new());
         for index in targets {
-            // One that is silent already gets the message, but not another full wait.
+            // A silent member still gets the message, but not another full wait.
             let mut timeout = self.cast.options.reply_margin;
             if !self.cast.peers.is_overdue(index) {
                 timeout += self.cast.options.phase_timeout(Phase::Abort);
@@ -354,7 +356,7 @@ impl<'a> Session<'a> {
             undo_failures.extend(self.cast.peers.ask(index, &undo, timeout).err());
         }
         let failed_step = failures.first().map(|failure| failure.step);
-        // Late news of the step that failed is part of why; of a member lost meanwhile, too.
+        // Late news of the failed step is part of the reason. So is the loss of a member meanwhile.
         let is_why = |failure: &MemberFailure| {
             Some(failure.step) == failed_step && failure.failure.kind != FailureKind::CalledOff
         };
@@ -366,7 +368,7 @@ impl<'a> Session<'a> {
             }
             match answer.to(&undo) {
                 Ok(_) => undone.push(peer),
-                // It was under way, and is undone by another's word.
+                // The step was under way, and another order undoes it.
                 Err(failure) if failure.failure.kind == FailureKind::CalledOff => {}
                 Err(failure) => undo_failures.push(failure),
             }
@@ -400,12 +402,12 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Ends the account of a leg that has come to its end, of what took from `began` until now.
+    /// Completes the account of a finished leg, with the time since `began`.
     pub fn account(&mut self, began: Instant) {
         self.report.wall_us = micros(began.elapsed());
         let late = if self.round.acts_alone() { 0 } else { self.cast.newcomers().len() };
         if late > 0 {
-            // They were not part of it.
+            // They took no part in the action.
             self.report.notes.push(format!(
                 "{late} process(es) joined the tenant meanwhile and took no part; run the command again"
             ));
@@ -413,7 +415,7 @@ impl<'a> Session<'a> {
         let Scope::Tags { tags, .. } = self.round.scope() else { return };
         let is_empty = self.report.devices.iter().all(|device| device.bytes == 0);
         if self.round.action() == Action::Pause && tags.names_nccl() == (true, 0) && is_empty {
-            // Nothing has left, and yet calls wait.
+            // No memory was released, and yet calls wait.
             self.report.notes.push(
                 "NCCL had no memory in these processes at that moment, so nothing left; calls into NCCL wait until its \
                  resume all the same"
@@ -424,9 +426,9 @@ impl<'a> Session<'a> {
 }
 
 impl Coordinator {
-    /// Has all active processes of the tenant give their device memory back.
+    /// Makes all active processes of the tenant release their device memory.
     ///
-    /// Processes that are paused already stay so. Returns when the memory can be used by others.
+    /// Processes that are paused already stay so. Returns when others can use the memory.
     ///
     /// # Errors
     /// [`Trouble`]; the tenant is then active as before, unless the error says otherwise.
@@ -434,7 +436,8 @@ impl Coordinator {
         self.act(Action::Pause, progress)
     }
 
-    /// Has the contexts of a tenant leave that stands paused, if that is the depth of the options. One that runs is left alone.
+    /// Takes the contexts of a paused tenant off the devices, if the options request a deep pause. A tenant that runs is not
+    /// changed.
     ///
     /// # Errors
     /// [`Trouble`]; the tenant is then paused as before.
@@ -448,7 +451,7 @@ impl Coordinator {
         Ok(session.rest())
     }
 
-    /// Has all paused processes of the tenant take their device memory back, at the addresses it had.
+    /// Makes all paused processes of the tenant restore their device memory, at its old addresses.
     ///
     /// # Errors
     /// [`Trouble`]; the tenant is then paused as before, contents kept, unless the error says
@@ -467,7 +470,7 @@ impl Coordinator {
         self.hold(action)?.act(action, progress)
     }
 
-    /// `error` with the tenants that hold the devices that are too full for this tenant, but for what is given to it.
+    /// Adds to `error` the tenants that hold the devices that are too full for this tenant. Memory in `gives` counts as free.
     pub fn with_holders(&self, mut error: Trouble, gives: Option<Gives<'_>>) -> Trouble {
         if let Trouble::Refused { shortages, .. } = &mut error {
             name_holders(shortages, &self.tenant, &self.run_dir, gives);
@@ -477,7 +480,7 @@ impl Coordinator {
 }
 
 impl Held<'_> {
-    /// Pauses or resumes it, with nobody on the other leg.
+    /// Pauses or resumes the tenant, without another leg.
     ///
     /// # Errors
     /// As [`Coordinator::pause`] and [`Coordinator::resume`].
@@ -495,7 +498,7 @@ impl Held<'_> {
         Ok(outcome)
     }
 
-    /// Takes its leg to the end.
+    /// Completes the leg of `session`.
     ///
     /// # Errors
     /// Those of [`Session::run`].
@@ -507,11 +510,11 @@ impl Held<'_> {
     }
 }
 
-/// Tries `once` and again, as long as something helps the tenant that its error is about: one of `legs`. What came of it, and
-/// notes about what was done for that.
+/// Repeats `once` as long as a feature helps the tenant that its error names, which is one of `legs`. Returns the result, and
+/// notes about that help.
 ///
 /// # Errors
-/// The last error, when nothing helps.
+/// The last error, if nothing helps.
 pub fn attempt<T>(
     legs: &[&Held<'_>],
     progress: &mut dyn FnMut(Event<'_>),

@@ -1,5 +1,5 @@
-//! The messages that bring the devices of a tenant to an end behind shut gates: what [`sublet_protocol::stepping`] decides, told
-//! to each process, and what each says of itself.
+//! The messages that let the devices of a tenant finish behind closed gates. [`sublet_protocol::stepping`] decides. This module
+//! sends the decisions to each process, and reads its reports.
 
 use std::time::{Duration, Instant};
 
@@ -12,23 +12,22 @@ use sublet_protocol::stepping::{Activity, Calls, Decision, StepOrder, Stepper, n
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{FailureKind, Phase, StepOn};
 
-/// The time without progress after which processes are let on for the first time: kernels that need nobody end by
-/// themselves.
+/// The time without progress before processes are let on for the first time: kernels that wait for nothing end without help.
 const PATIENCE: Duration = Duration::from_millis(10);
-/// The same afterwards; doubled after each [`ROUNDS_PER_PATIENCE`] rounds.
+/// The same time afterwards; it is doubled after each [`ROUNDS_PER_PATIENCE`] rounds.
 const PATIENCE_BETWEEN: Duration = Duration::from_millis(1);
 const PATIENCE_MAX: Duration = Duration::from_millis(200);
 const ROUNDS_PER_PATIENCE: u32 = 8;
-/// The time without progress for each call that a busy process was let make in its turn: what computes on the host
-/// meanwhile does not fall behind by more.
+/// The time without progress for each call that a busy process was allowed in its turn. A process that computes on the host
+/// meanwhile falls behind by no more than that.
 const PATIENCE_PER_CALL: Duration = Duration::from_millis(1);
-/// The time within which a process may make the calls of one step.
+/// The time within which a process must make the calls of one step.
 const STEP_TIME: Duration = Duration::from_millis(200);
 /// The longest time that a process may be silent while nothing moves.
 const SLICE: Duration = Duration::from_millis(25);
-/// A drain that takes no longer is not worth a word.
+/// The longest drain that is not reported.
 const QUIET: Duration = Duration::from_millis(500);
-/// Processes that an error names in addition to the one that it is about.
+/// The number of processes that an error names in addition to its subject.
 const NAMED_MAX: usize = 8;
 
 /// The factor between the timeout that was too short and the one that an error proposes.
@@ -40,11 +39,11 @@ struct Stepped {
     activity: Option<Activity>,
     /// The last order that it was sent.
     sent: u64,
-    /// The calls that this let it make.
+    /// The calls that this order allows.
     calls: Calls,
-    /// The limits that it was sent last; none before it was sent any in this drain: then those of the cut.
+    /// The limits that were sent to it last; none before the first in this drain: the limits of the cut hold then.
     limits: Option<Limits>,
-    /// Answers that it owes.
+    /// The number of answers that it owes.
     due: usize,
 }
 
@@ -54,12 +53,12 @@ impl Stepped {
         Self { index, activity, sent: 0, calls, limits, due: 0 }
     }
 
-    /// Returns the activity of the process, if it was said under the last order.
+    /// Returns the activity of the process, if the report belongs to the last order.
     fn fresh(&self) -> Option<&Activity> {
         self.activity.as_ref().filter(|activity| activity.order == self.sent)
     }
 
-    /// May it still be making calls that others make unnecessary?
+    /// May the process still be making calls that others make unnecessary?
     fn is_sent_on(&self) -> bool {
         self.fresh().is_none() && matches!(self.calls, Calls::Ready(_) | Calls::Turn(_))
     }
@@ -73,7 +72,7 @@ fn moves(activities: &[&Activity]) -> Vec<Moves> {
     activities.iter().map(of).collect()
 }
 
-/// For readers of a drain that takes long.
+/// Logs a round, for readers of a long drain.
 fn note_round(all: &[Stepped], activities: &[&Activity], calls: &[Calls]) {
     for ((stepped, activity), calls) in all.iter().zip(activities).zip(calls) {
         let Activity { steps, is_idle, .. } = activity;
@@ -93,21 +92,21 @@ fn patience(stepper: &Stepper) -> Duration {
     by_rounds.max(PATIENCE_PER_CALL.saturating_mul(stepper.further())).min(PATIENCE_MAX)
 }
 
-/// The processes of a tenant behind their shut gates.
+/// The processes of a tenant behind their closed gates.
 pub(super) struct Gated<'s, 'a> {
     cast: &'s mut Cast<'a>,
-    /// The number of their pause.
+    /// The number of the pause.
     round: u64,
 }
 
 impl<'s, 'a> Gated<'s, 'a> {
-    /// Those of `cast`, in the pause with this number.
+    /// The processes of `cast`, in the pause with this number.
     pub(super) fn new(cast: &'s mut Cast<'a>, round: u64) -> Self {
         Self { cast, round }
     }
 
-    /// Waits until the devices of `members` have nothing left to do, and lets calls in where
-    /// they wait for what was not launched. `plan` is the cut that their launches are held at, if any.
+    /// Waits until the devices of `members` have nothing left to do, and lets calls in if the devices wait for work that was
+    /// not launched. `plan` is the cut that holds their launches, if any.
     pub(super) fn drain(
         &mut self,
         members: &[usize],
@@ -167,8 +166,8 @@ impl<'s, 'a> Gated<'s, 'a> {
         }
     }
 
-    /// Sends a process what it may do, where that is anything new. `limits` are those that it was held at when its gate
-    /// was shut, and those of now.
+    /// Sends a process its allowed calls, if they are new. `limits` are the limits under which its gate was closed, and those
+    /// of now.
     fn let_on(
         &mut self,
         stepped: &mut Stepped,
@@ -191,7 +190,7 @@ impl<'s, 'a> Gated<'s, 'a> {
         self.send_order(stepped, changed, calls, wait)
     }
 
-    /// Those that still make calls stop behind the one that they are in, and say what they do.
+    /// Stops the processes that still make calls after their present call, and gets their reports.
     fn stop_calls(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
         for stepped in all.iter_mut().filter(|stepped| stepped.is_sent_on()) {
             self.send_order(stepped, None, Calls::None, Duration::ZERO)?;
@@ -225,7 +224,7 @@ impl<'s, 'a> Gated<'s, 'a> {
         self.cast.peers.ask(stepped.index, &question, timeout).map_err(|failure| vec![failure])
     }
 
-    /// Waits for an answer, and takes all that are there.
+    /// Waits for an answer, and handles all that have arrived.
     fn gather_activities(&mut self, all: &mut [Stepped]) -> Result<(), Vec<MemberFailure>> {
         let mut failures = Vec::new();
         for answer in self.cast.peers.arrived(self.cast.options.interrupt.as_ref()) {
@@ -254,7 +253,7 @@ impl<'s, 'a> Gated<'s, 'a> {
         }
     }
 
-    /// One failure for each process whose devices are busy after `waited`, the first with what all others do.
+    /// One failure for each process whose devices are busy after `waited`, the first with the activity of all others.
     fn not_drained(&self, all: &[Stepped], waited: Duration) -> Vec<MemberFailure> {
         let tenant = self.cast.tenant();
         let longer_s = (waited * LONGER).as_secs().max(1);
@@ -282,21 +281,21 @@ impl<'s, 'a> Gated<'s, 'a> {
             }
         }
         if failures.is_empty() {
-            // All were idle, but a counted launch lacks its counterpart.
+            // All devices were idle, but a counted launch lacks its counterpart.
             failures.extend(all.first().map(failure));
         }
         failures
     }
 }
 
-/// The state that was seen last, and the time since which it has been so.
+/// The state that was seen last, and the time since which it has not changed.
 pub(super) struct Stillness<T> {
     seen: T,
     since: Instant,
 }
 
 impl<T: PartialEq> Stillness<T> {
-    /// `seen` from now on.
+    /// Begins with `seen`.
     pub(super) fn new(seen: T) -> Self {
         Self { seen, since: Instant::now() }
     }
@@ -310,12 +309,12 @@ impl<T: PartialEq> Stillness<T> {
         if self.lasts() < patience { Pace::Moving } else { Pace::Stalled }
     }
 
-    /// For how long it has been so.
+    /// The time for which the state has not changed.
     pub(super) fn lasts(&self) -> Duration {
         self.since.elapsed()
     }
 
-    /// Something was done about it.
+    /// Restarts the time after an action.
     pub(super) fn begin_again(&mut self) {
         self.since = Instant::now();
     }
@@ -332,7 +331,7 @@ mod tests {
         assert!(stepped.fresh().is_none());
         stepped.activity = given(0);
         assert!(stepped.fresh().is_some());
-        // Calls were let in, and what it says is of before.
+        // Calls were let in, and the process's report is older than that.
         stepped.sent = 1;
         assert!(stepped.fresh().is_none());
         stepped.activity = given(1);

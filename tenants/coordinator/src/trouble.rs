@@ -1,4 +1,4 @@
-//! Why a command did not do what it was asked, and how it left the tenants.
+//! The reason why a command failed, and the state in which it left the tenants.
 
 mod words;
 
@@ -19,7 +19,7 @@ use words::{
     quoted_tags, save_hint, stay, undone, way_on,
 };
 
-/// Why a command was not carried out. Unless it says otherwise, all tenants are as before.
+/// The reason why a command was not carried out. Unless it says otherwise, all tenants are as before.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -57,7 +57,7 @@ pub enum Trouble {
         tenant: TenantName,
         action: Action,
         failure: Box<MemberFailure>,
-        /// Why, and what to do about it.
+        /// The reason, and the remedy.
         why: String,
     },
     /// The job was started with two versions of `libsublet.so`. Nothing was changed. `sublet stats TENANT` shows the
@@ -88,7 +88,7 @@ pub enum Trouble {
     )]
     UnknownTags {
         tenant: TenantName,
-        /// The requested tags that nobody knows.
+        /// The requested tags that no process knows.
         unknown: Vec<String>,
         known: Vec<String>,
     },
@@ -151,7 +151,7 @@ pub enum Trouble {
         tenant: TenantName,
         dir: PathBuf,
         needed_bytes: u64,
-        /// Bytes that the filesystem has free.
+        /// Bytes that are free on the filesystem.
         free_bytes: u64,
     },
     /// Ctrl-C or SIGTERM ended `sublet save`. The command removed the files that it had written. The tenant stays
@@ -174,9 +174,9 @@ pub enum Trouble {
     CalledOff {
         tenant: TenantName,
         action: Action,
-        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        /// Did its processes run before? Those of a pause or resume by tag do.
         runs: bool,
-        /// The members that could not be taken back.
+        /// The members that could not undo their steps.
         undo_failures: Vec<MemberFailure>,
     },
     /// All processes requested the pause or resume (`ncclPause`, `ncclResume`), and the process that coordinated it
@@ -193,15 +193,15 @@ pub enum Trouble {
     Refused {
         tenant: TenantName,
         action: Action,
-        /// Did its processes run before, as those do whose memory leaves or comes back by tag?
+        /// Did its processes run before? Those of a pause or resume by tag do.
         runs: bool,
-        /// The members that did not do their part; never empty.
+        /// The members that did not finish a step; never empty.
         failures: Vec<MemberFailure>,
-        /// The limit that leaves too little host memory, if that is why.
+        /// The limit that leaves too little host memory, if that is the reason.
         host_short: Option<Box<HostShortage>>,
-        /// The members that could not be taken back.
+        /// The members that could not undo their steps.
         undo_failures: Vec<MemberFailure>,
-        /// Of a resume: devices that cannot hold the tenant now, and who holds them.
+        /// For a resume: devices that cannot hold the tenant now, and the holders of their memory.
         shortages: Vec<DeviceShortage>,
     },
     /// In a swap, the second tenant could not be resumed; the reason stands first. The first tenant, or its tags, run
@@ -212,12 +212,12 @@ pub enum Trouble {
         lost(losses)
     )]
     WentBack {
-        /// The first.
+        /// The first tenant.
         tenant: TenantName,
-        /// The part of it that had been paused.
+        /// The part of that tenant that had been paused.
         left: Scope,
         losses: Vec<MemberFailure>,
-        /// Why the second did not come.
+        /// The reason why the second tenant was not resumed.
         source: Box<Self>,
     },
     /// In a swap, the second tenant could not be resumed, and then the first could not be resumed either. The message
@@ -232,10 +232,10 @@ pub enum Trouble {
     )]
     NotBack {
         tenant: TenantName,
-        /// The part of it that is paused now.
+        /// The part of that tenant that is paused now.
         left: Scope,
         losses: Vec<MemberFailure>,
-        /// Why the first did not resume.
+        /// The reason why the first tenant was not resumed.
         resume: Box<Self>,
         source: Box<Self>,
     },
@@ -262,29 +262,30 @@ pub enum Trouble {
     #[error("{}; {}", chain(source), back(were_paused))]
     Undone {
         were_paused: Vec<TenantName>,
-        /// The tenant that could not be paused, if that is why.
+        /// The tenant that could not be paused, if that is the reason.
         refused_by: Option<TenantName>,
         source: Box<Self>,
     },
     /// As [`Trouble::Undone`], and some of those that had been paused did not come back.
     #[error("{}; {}", chain(source), stay(stay_paused))]
     NotUndone {
-        /// The tenants that are paused now, and why.
+        /// The tenants that are paused now, and the reasons.
         stay_paused: Vec<(TenantName, Self)>,
-        /// The tenant that could not be paused, if the switch failed for that.
+        /// The tenant that could not be paused, if that is the reason.
         refused_by: Option<TenantName>,
         source: Box<Self>,
     },
 }
 
 impl Trouble {
-    /// It was called off before anything was done.
+    /// Makes the error of an action that was called off before anything was done.
     pub(crate) fn called_off_before(tenant: TenantName, action: Action) -> Self {
         let runs = action == Action::Pause;
         Self::CalledOff { tenant, action, runs, undo_failures: Vec::new() }
     }
 
-    /// It was refused for `failures`, with all as before. Did its processes run before?
+    /// Makes the error of an action that was refused for `failures`, with all as before. `runs` says whether its processes ran
+    /// before.
     pub fn refused(
         tenant: TenantName,
         (action, runs): (Action, bool),
@@ -301,7 +302,8 @@ impl Trouble {
         }
     }
 
-    /// The first trouble, where others follow from it: of a switch or swap, why somebody did not leave or come.
+    /// The first trouble, if others follow from it. For a switch or swap, the reason why a tenant was not paused or not
+    /// resumed.
     pub fn cause(&self) -> &Self {
         let (Self::WentBack { source, .. }
         | Self::NotBack { source, .. }
@@ -313,41 +315,40 @@ impl Trouble {
         source.cause()
     }
 
-    /// Returns the members that did not do their part before the point of no return; empty when something else was the
-    /// matter.
+    /// Returns the members that failed before the point of no return; empty if there was another reason.
     pub fn failures(&self) -> &[MemberFailure] {
         if let Self::Refused { failures, .. } = self.cause() { failures } else { &[] }
     }
 
-    /// Did one process want to act alone on memory that others hold too? All of them together can.
+    /// Did one process want to act alone on memory that others hold too? All of them together can do so.
     pub fn is_shared(&self) -> bool {
         let shared = |failure: &MemberFailure| failure.failure.kind == FailureKind::Shared;
         self.failures().iter().any(shared) && self.left_unchanged()
     }
 
-    /// The limit that leaves too little host memory for the tenant, if that is why it was refused.
+    /// The limit that leaves too little host memory for the tenant, if that is the reason of the refusal.
     pub(crate) fn host_short(&self) -> Option<&HostShortage> {
         if let Self::Refused { host_short, .. } = self { host_short.as_deref() } else { None }
     }
 
-    /// Devices that cannot hold the tenant now; empty when something else was the matter.
+    /// Devices that cannot hold the tenant now; empty if there was another reason.
     pub fn shortages(&self) -> &[DeviceShortage] {
         if let Self::Refused { shortages, .. } = self.cause() { shortages } else { &[] }
     }
 
-    /// The tags that the tenant has, where a command named others.
+    /// The tags that the tenant has, if a command named others.
     pub fn known_tags(&self) -> &[String] {
         if let Self::UnknownTags { known, .. } = self { known } else { &[] }
     }
 
-    /// Returns the device memory that was missing, in bytes, when that is why: the largest figure of one device.
+    /// Returns the missing device memory, in bytes, if that is the reason: the largest figure of one device.
     pub fn missing_device_bytes(&self) -> Option<u64> {
         let of_devices = self.shortages().iter().map(DeviceShortage::missing_bytes).max();
         let of = |failure: &MemberFailure| failure.failure.kind.missing_device_bytes();
         of_devices.or_else(|| self.failures().iter().filter_map(of).max())
     }
 
-    /// The tenant that could not be paused, and why, if a switch failed for that.
+    /// The tenant that could not be paused, and the reason, if a switch failed for that.
     pub fn refusal(&self) -> Option<(&TenantName, &Self)> {
         let (Self::Undone { refused_by, source, .. } | Self::NotUndone { refused_by, source, .. }) =
             self
@@ -362,7 +363,7 @@ impl Trouble {
         matches!(self, Self::NoSuchTenant { .. } | Self::NoProcess { .. })
     }
 
-    /// Is this what became of a command for `tenant`?
+    /// Is this the result of a command for `tenant`?
     pub fn is_about(&self, tenant: &TenantName) -> bool {
         match self {
             Self::NoSuchTenant { tenant: own, .. }
@@ -400,7 +401,7 @@ impl Trouble {
         }
     }
 
-    /// Can the same call succeed later, when others have given memory back or finished what they do?
+    /// Can the same call succeed later, after others have released memory or finished their work?
     pub fn is_retryable(&self) -> bool {
         let is_passing = matches!(
             self.cause(),
@@ -461,7 +462,7 @@ impl From<&Trouble> for Code {
             Trouble::Usage(_) | Trouble::NotJoined(_) | Trouble::SaveDir(_) => Self::Usage,
             Trouble::FailedTogether { .. } => Self::Other,
             Trouble::Refused { failures, .. } | Trouble::SaveFailed { failures, .. } => {
-                // Those that were told to stop, because another failed, are not why.
+                // Members that were told to stop, because another failed, are not the reason.
                 let kinds = || failures.iter().map(|failure| failure.failure.kind);
                 let why = kinds().find(|kind| *kind != FailureKind::CalledOff);
                 why.or_else(|| kinds().next()).map_or(Self::Other, Self::from)
@@ -470,14 +471,14 @@ impl From<&Trouble> for Code {
     }
 }
 
-/// Why an action ends before its point of no return.
+/// The reason why an action ends before its point of no return.
 #[derive(Debug)]
 pub enum Stop {
-    /// Members did not do their part.
+    /// Members did not finish a step.
     Failed(Vec<MemberFailure>),
     /// The members need more host memory than this limit leaves.
     HostShort(Box<HostShortage>, MemberFailure),
-    /// Somebody wants it to end.
+    /// A caller wants the action to end.
     CalledOff,
     /// Processes have joined since the members were listed.
     Joined,
@@ -492,7 +493,7 @@ impl From<Vec<MemberFailure>> for Stop {
 }
 
 impl Stop {
-    /// The failures that it is about.
+    /// The failures of this stop.
     pub(super) fn failures(&self) -> Vec<MemberFailure> {
         match self {
             Self::Failed(failures) => failures.clone(),
@@ -505,7 +506,7 @@ impl Stop {
         if let Self::HostShort(short, _) = self { Some(short) } else { None }
     }
 
-    /// Says with a wait that was in vain who may be missing: a rank that had ended before is no member any more.
+    /// Adds to a wait that was in vain the ranks that may be missing: a rank that had ended before is no member any more.
     pub(super) fn naming(mut self, absent: &[String]) -> Self {
         let in_vain = |failure: &&mut MemberFailure| {
             matches!(failure.failure.kind, FailureKind::CutNotReached | FailureKind::DrainTimeout)

@@ -1,7 +1,6 @@
-//! Holding a process at its next launch, and telling where it stands.
+//! Holds a process at its next launch, and reports its state.
 //!
-//! A number (its connection) names the holder. A hold ends with its holder, immediately, whatever the worker thread is
-//! doing.
+//! A number (its connection) names the holder. A hold ends with its holder, immediately, even if the worker thread is busy.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -13,8 +12,8 @@ use sublet_sync::slots::Slot;
 use sublet_sync::sync::{Arc, Ordering, PoisonError};
 use sublet_sync::time::millis;
 
-/// The longest time that a watcher waits between two looks. Calls leave without taking a lock, captures begin and end,
-/// and other threads' work ends, all without notifying the watcher.
+/// The longest time between two looks of a watcher. Calls leave without taking a lock, captures begin and end, and other threads'
+/// work ends, all without notifying the watcher.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// The most communicators that a report lists as given up. A job that makes up for lost ranks gives one up now and
@@ -25,44 +24,44 @@ pub(super) const GIVEN_UP_MAX: usize = 64;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Mode {
-    /// Everybody, uncounted by the lock.
+    /// All launches, counted without the lock.
     #[default]
     Open = 0,
-    /// Whatever the limits admit.
+    /// The launches that the limits admit.
     Held = 1,
-    /// The tenant is paused: only the end of a communicator.
+    /// The ends of communicators only: the tenant is paused.
     Paused = 2,
 }
 
-/// All that is not on the open path.
+/// The state that launches use only while the mode is not open.
 #[derive(Debug, Default)]
 pub(super) struct Table {
     pub(super) ranks: BTreeMap<(CommunicatorId, u32), Rank>,
     pub(super) counters: BTreeMap<(Lane, u32), Arc<Counter>>,
-    /// By the ranks that launched it.
+    /// Calls with unfinished work, by the ranks that launched it.
     pub(super) unfinished: BTreeMap<Vec<(CommunicatorId, u32)>, Unfinished>,
-    /// Moves with everything that happens while not open.
+    /// Changes with every event while the mode is not open.
     pub(super) progress: u64,
     mode: Mode,
-    /// Memory that launches need is away while the process runs: with any holder, only the end of a communicator is let
-    /// through.
+    /// Is memory that launches need away while the process runs? If so, only ends of communicators are let through, under any
+    /// holder.
     is_away: bool,
-    /// Launches that can be turned back are, while that is so.
+    /// Are launches that can be turned back turned back while `is_away`?
     fails_while_away: bool,
     limits: Limits,
     holder: Option<u64>,
-    /// Moves when the watcher is to stop.
+    /// Changes when the watcher is to stop.
     asked: u64,
     pub(super) waiting: BTreeMap<u64, Waiter>,
-    /// Since when allocations wait for memory that others hold, in the order in which they came.
+    /// The times since which allocations wait for memory that others hold, in order of arrival.
     memory_waits: Vec<Instant>,
-    /// The number of launches that have had to wait, which is also the number of the last one.
+    /// The number of launches that have had to wait. It is also the number of the last such launch.
     waits: u64,
-    /// When each thread inside was first seen there, by its slot's number.
+    /// The time at which each thread inside was first seen, by its slot's number.
     first_seen: HashMap<u64, (u64, Instant)>,
     /// Communicators that ranks of this process have given up, the latest last.
     pub(super) given_up: VecDeque<CommunicatorId>,
-    /// Communicators that ranks of this process have, and by what other ranks know them.
+    /// Communicators of this process's ranks, with the identities by which other ranks know them.
     pub(super) aliases: BTreeMap<CommunicatorId, CommunicatorId>,
 }
 
@@ -87,13 +86,13 @@ impl Drop for MemoryWait<'_> {
 pub(super) struct Waiter {
     what: &'static str,
     increments: Vec<Increment>,
-    /// Counters of further ranks that it needs; none if it is let go whatever ranks have left.
+    /// Counters of further ranks that it needs. None: it is let go even if ranks have left.
     also: Option<Vec<Arc<Counter>>>,
     since: Instant,
 }
 
 impl Waiter {
-    /// Is it turned back, because a rank of `communicator` that it needs has left?
+    /// Must it be turned back, because a rank of `communicator` that it needs has left?
     pub(super) fn must_withdraw_from(&self, communicator: CommunicatorId) -> bool {
         let is_left =
             |counter: &Arc<Counter>| counter.lane.communicator == communicator && counter.is_gone();
@@ -101,7 +100,7 @@ impl Waiter {
     }
 }
 
-/// The counters whose ranks a launch needs.
+/// Returns the counters whose ranks a launch needs.
 fn needed<'a>(
     increments: &'a [Increment],
     also: &'a [Arc<Counter>],
@@ -109,7 +108,7 @@ fn needed<'a>(
     increments.iter().map(|increment| &increment.counter).chain(also)
 }
 
-/// Work of a call that has returned.
+/// Work that goes on after its call has returned.
 pub(super) struct Unfinished {
     pub(super) what: &'static str,
     pub(super) since: Instant,
@@ -122,7 +121,7 @@ impl fmt::Debug for Unfinished {
     }
 }
 
-/// The limits that let `increments` pass. Several increments on one counter add up.
+/// Returns the limits that let `increments` pass. Several increments on one counter add up.
 fn needs(increments: &[Increment]) -> Vec<Need> {
     let mut needs: Vec<Need> = Vec::with_capacity(increments.len());
     for Increment { counter, launches } in increments {
@@ -138,7 +137,7 @@ fn needs(increments: &[Increment]) -> Vec<Need> {
     needs
 }
 
-/// Do they end communicators, and nothing else?
+/// Do all `increments` end communicators?
 fn are_ends(increments: &[Increment]) -> bool {
     increments.iter().all(|increment| increment.counter.lane.series == Series::End)
 }
@@ -155,8 +154,8 @@ impl Table {
 }
 
 impl Cut {
-    /// Waits until the hold admits `increments`, and counts them. A launch that is turned back is listed among those that
-    /// wait until it has withdrawn: its number there is returned, if it has one, and why it is.
+    /// Waits until the hold admits `increments`, and counts them. A launch that is turned back stays in the list of waiting
+    /// launches until it has withdrawn. The error has its number in that list, if any, and the reason.
     pub(super) fn wait_to_go_in(
         &self,
         slot: &Slot,
@@ -205,7 +204,7 @@ impl Cut {
         Ok(())
     }
 
-    /// `holder` is going to hold, or wants something else: the watcher of the old stops.
+    /// Makes `holder` the holder, or begins a new request of it. The watcher of the request before stops.
     pub fn claim(&self, holder: u64) -> u64 {
         let mut table = self.table();
         table.holder = Some(holder);
@@ -214,12 +213,12 @@ impl Cut {
         table.asked
     }
 
-    /// Has something else been requested than what [`Cut::claim`] gave `asked` for?
+    /// Has a newer request been made than the one for which [`Cut::claim`] returned `asked`?
     pub fn is_asked_since(&self, asked: u64) -> bool {
         self.table().asked != asked
     }
 
-    /// `holder` is gone: what it holds is let go, and nothing that it requested is begun any more.
+    /// Ends the hold of `holder`, which is gone. No request of it begins any more.
     pub fn abandon(&self, holder: u64) {
         let mut table = self.table();
         if table.holder == Some(holder) {
@@ -231,7 +230,7 @@ impl Cut {
         }
     }
 
-    /// Holds all launches that `limits` do not admit. False when `holder` is gone.
+    /// Holds all launches that `limits` do not admit. Returns false if `holder` is gone.
     pub fn hold(&self, holder: u64, limits: Limits) -> bool {
         let mut table = self.table();
         if table.holder != Some(holder) {
@@ -245,19 +244,19 @@ impl Cut {
         true
     }
 
-    /// The tenant stands paused: nothing is launched until [`Cut::release`].
+    /// Holds all launches of the paused tenant until [`Cut::release`].
     pub fn pause(&self) {
         let mut table = self.table();
         self.set(&mut table, Mode::Paused);
     }
 
-    /// Lets everything through, unless memory that launches need is away.
+    /// Lets all launches through, unless memory that they need is away.
     pub fn release(&self) {
         let mut table = self.table();
         self.set(&mut table, Mode::Open);
     }
 
-    /// From now on memory that launches need is away while the process runs, or no longer.
+    /// Sets whether memory that launches need is away while the process runs.
     pub fn set_away(&self, is_away: bool) {
         let mut table = self.table();
         table.is_away = is_away;
@@ -265,8 +264,8 @@ impl Cut {
         self.set(&mut table, mode);
     }
 
-    /// From now on launches that can be turned back ([`Cut::enter_if_there`]) are while memory that they need is away, and
-    /// do not wait for it. For the whole life of the process.
+    /// Turns back launches ([`Cut::enter_if_there`]) while memory that they need is away, so that they do not wait for it. This
+    /// holds for the rest of the process's life.
     pub fn fail_while_away(&self) {
         self.table().fails_while_away = true;
         self.admitted.notify_all();
@@ -294,11 +293,11 @@ impl Cut {
         self.moved.notify_all();
     }
 
-    /// Returns where the process stands, when that is other than `seen`. It also returns at `until`, or as soon as
-    /// something else is requested than what [`Cut::claim`] gave `asked` for. `captures` returns the number of stream
-    /// captures under way.
+    /// Waits until the state of the process differs from `seen`, and returns it. It also returns at `until`, or when a newer
+    /// request is made than the one for which [`Cut::claim`] returned `asked`. `captures` returns the number of stream captures
+    /// under way.
     ///
-    /// Blocks. None when the hold has ended.
+    /// Blocks. Returns none if the hold has ended.
     pub fn watch(
         &self,
         seen: Seen,
@@ -321,20 +320,20 @@ impl Cut {
         }
     }
 
-    /// An allocation of the process waits for memory that others hold, until what is returned is dropped: other ranks may stand in a collective with its thread.
-    /// It has waited `since` then, and may have tried in between.
+    /// Notes that an allocation waits for memory that others hold, until the returned value is dropped. Other ranks may be in a
+    /// collective with its thread. The wait began at `since`; the allocation may have been tried meanwhile.
     pub fn wait_for_memory_since(&self, since: Instant) -> MemoryWait<'_> {
         self.table().memory_waits.push(since);
         MemoryWait { cut: self, since }
     }
 
-    /// Returns where the process stands now.
+    /// Returns the present state of the process.
     pub fn report(&self, captures: usize) -> CutReport {
         self.look(&mut self.table(), captures)
     }
 
     fn look(&self, table: &mut Table, captures: usize) -> CutReport {
-        // The slots before the counts: see the module's head.
+        // The slots are read before the counts: see the documentation of this crate.
         let inside = self.inside(table);
         let counters = table.counters.values();
         let counters = counters.map(|counter| LaunchCount {

@@ -1,13 +1,12 @@
-//! The consistent cut: at which launches the ranks of a tenant stop, so that nothing they have launched
-//! waits for something they have not.
+//! The consistent cut: the launches at which the ranks of a tenant stop, so that no launched work waits for work that is not
+//! launched.
 //!
-//! A collective that some ranks have launched and others not would keep the device busy for ever once the
-//! others stand still. So every launch of work that waits for other ranks is counted, by lane: the
-//! collectives of one communicator are one lane, what one rank sends another is a lane. A pause holds all
-//! ranks at their next such launch, compares the counts, and lets those behind run on to the furthest.
-//! `docs/consistent-cut.md` says why this ends.
+//! If some ranks have launched a collective and the others are held, the collective keeps the device busy for ever. So every
+//! launch of work that waits for other ranks is counted, by lane. The collectives of one communicator are a lane, and so are the
+//! messages from one rank to another. A pause holds all ranks at their next such launch, compares the counts, and lets those
+//! behind run on to the furthest. `docs/consistent-cut.md` says why this ends.
 //!
-//! This crate knows nothing of NCCL: an adapter says what is launched ([`Cut::enter`]).
+//! This crate knows nothing of NCCL: an adapter reports launches ([`Cut::enter`]).
 //!
 //! ```text
 //!   application threads --enter--> Cut (mode, counters) <--hold, watch-- worker thread
@@ -15,13 +14,12 @@
 //!                              coordinator: Plan <------- CutReport ------+
 //! ```
 //!
-//! Open, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its counters.
-//! Held, every launch takes `table`'s lock, so that its increments are admitted and counted as one. A thread that
-//! reports looks at the slots first and at the counts after, so a thread that has stepped out has been
-//! counted.
+//! In the open mode, a launch marks the thread's own slot (`slots.rs`), loads the mode and adds to its counters. In the held
+//! mode, every launch takes `table`'s lock, so its increments are admitted and counted together. A report reads the slots first
+//! and the counts after. So a thread that has left its slot has been counted.
 //!
-//! Lock order: `table` before the slots' list and `labels`, which are leaves. Under `table` nothing is
-//! called but what [`Launch::unfinished`] was given.
+//! Lock order: `table` before the slots' list and `labels`, which are leaves. The only function called under `table` is the one
+//! given to [`Launch::unfinished`].
 
 mod hold;
 pub mod plan;
@@ -58,7 +56,7 @@ use sublet_sync::sync::{
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CommunicatorId(#[cfg_attr(feature = "schema", schemars(with = "String"))] pub u128);
 
-/// For people's programs, whose numbers may be shorter, as text.
+/// In human-readable formats the identity is text: numbers there may have fewer bits.
 impl Serialize for CommunicatorId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if serializer.is_human_readable() {
@@ -80,16 +78,16 @@ impl<'de> Deserialize<'de> for CommunicatorId {
 }
 
 impl fmt::Display for CommunicatorId {
-    /// The first 32 bits: enough to tell a job's communicators apart.
+    /// Writes the first 32 bits. They tell a job's communicators apart.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:08x}", self.0 >> 96)
     }
 }
 
-/// A series of launches of a communicator, counted on its own.
+/// A separately counted series of launches of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Series {
-    /// Its making: 1 once a rank has gone in.
+    /// The creation of the communicator: 1 once a rank has entered it.
     Creation,
     /// The launches that all its ranks make in the same order.
     Collectives,
@@ -100,15 +98,15 @@ pub enum Series {
         /// The receiving rank.
         to: u32,
     },
-    /// Its end, where ranks wait for each other: 1 once a rank has gone in.
+    /// The end of the communicator, in which ranks wait for each other: 1 once a rank has entered it.
     End,
-    /// Exchanges between experts: what all its ranks do in the same order, in addition to the collectives.
+    /// Exchanges between experts. All its ranks make them in the same order, in addition to the collectives.
     Expert {
-        /// The number of the group of experts on the communicator, in the order of their making.
+        /// The number of the group of experts on the communicator, in order of creation.
         group: u32,
     },
-    /// Signals that one rank gives another. Who gives one never waits: only what the other waits for must have
-    /// been given.
+    /// Signals from one rank to another. The giving rank never waits. Only the signals that the other waits for must have been
+    /// given.
     Signal {
         /// The rank that gives.
         from: u32,
@@ -116,7 +114,7 @@ pub enum Series {
         to: u32,
         /// The index of the signal.
         index: i32,
-        /// In which context.
+        /// The context of the signal.
         context: i32,
     },
 }
@@ -130,7 +128,7 @@ impl Series {
         }
     }
 
-    /// Does another rank that has launched more wait for `rank`?
+    /// Can another rank that has launched more be waiting for `rank`?
     pub fn demands(self, rank: u32) -> bool {
         match self {
             Self::Signal { from, .. } => rank == from,
@@ -143,7 +141,7 @@ impl Series {
     }
 }
 
-/// Launches that all who take part make in the same order.
+/// Launches that all participants make in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Lane {
     /// Of which communicator.
@@ -164,23 +162,23 @@ pub struct Rank {
     pub ranks: u32,
 }
 
-/// Counts what one rank has launched on one lane.
+/// Counts the launches of one rank on one lane.
 #[derive(Debug)]
 pub struct Counter {
     lane: Lane,
     rank: u32,
     launched: AtomicU64,
-    /// Not 0 once the rank has left. Set and looked at under the table's lock where that matters.
+    /// Not 0 once the rank has left. Where the order matters, it is set and read under the table's lock.
     is_gone: AtomicU8,
 }
 
 impl Counter {
-    /// On which lane.
+    /// Returns the lane of the launches.
     pub fn lane(&self) -> Lane {
         self.lane
     }
 
-    /// By which rank.
+    /// Returns the rank that launches.
     pub fn rank(&self) -> u32 {
         self.rank
     }
@@ -191,7 +189,7 @@ impl Counter {
     }
 }
 
-/// `launches` on the lane of `counter`, as part of one launch.
+/// The launches that one call adds to one counter.
 #[derive(Clone, Debug)]
 pub struct Increment {
     /// The counter that the launches are added to.
@@ -200,40 +198,40 @@ pub struct Increment {
     pub launches: u64,
 }
 
-/// The member's side of the cut. One a process: threads keep one slot each.
+/// The member's side of the cut. A process has one, because each thread keeps one slot.
 #[derive(Debug, Default)]
 pub struct Cut {
     mode: AtomicU8,
     slots: Slots,
     table: Mutex<Table>,
-    /// Something has moved that watchers may want to know.
+    /// Notified when something has changed that watchers may want to know.
     moved: Condvar,
-    /// The mode or the limits have changed.
+    /// Notified when the mode or the limits have changed.
     admitted: Condvar,
-    /// Names of calls by their address, which is what a slot's label can hold.
+    /// Names of calls by their address. A slot's label can hold only an address.
     labels: Mutex<BTreeMap<usize, &'static str>>,
 }
 
 thread_local! {
     static SEAT: Cell<Seat> = const { Cell::new(Seat::None) };
     static LEASE: Lease = const { Lease::new() };
-    /// Addresses of the names that this thread has made known.
+    /// Addresses of the names that this thread has registered.
     static KNOWN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A slot's label is the address of the name of the call.
+/// The slots of threads. A slot's label is the address of the name of the call.
 const HERE: Threads = Threads { seat: &SEAT, lease: &LEASE };
 
-/// A launch under way. Dropping it says that it was made.
+/// A launch under way. Dropping it means that the launch was made.
 #[derive(Debug)]
 #[must_use = "dropping it says that the launch was made"]
 pub struct Launch<'a> {
     cut: &'a Cut,
     what: &'static str,
     increments: &'a [Increment],
-    /// None within another launch of the thread.
+    /// None if the launch is within another launch of the thread.
     visit: Option<Visit>,
-    /// The mark is the thread's: a launch ends where it began.
+    /// The mark belongs to the thread, so a launch ends on the thread where it began.
     here: PhantomData<*const ()>,
 }
 
@@ -242,7 +240,7 @@ impl Cut {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A rank of a communicator lives in this process from now on.
+    /// Adds a rank of a communicator that lives in this process.
     pub fn add_rank(&self, local: Rank) {
         let mut table = self.table();
         table.ranks.insert((local.communicator, local.rank), local);
@@ -254,17 +252,17 @@ impl Cut {
         HERE.is_inside()
     }
 
-    /// Does a thread wait to be let go?
+    /// Is a thread held at a launch?
     pub fn has_waiting(&self) -> bool {
         !self.table().waiting.is_empty()
     }
 
-    /// The ranks that live here, in order.
+    /// Returns the ranks that live in this process, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         self.table().ranks.values().copied().collect()
     }
 
-    /// The counter of `rank` on `lane`. For keeping: finding it takes a lock.
+    /// Returns the counter of `rank` on `lane`. Callers keep it, because the search takes a lock.
     pub fn counter(&self, lane: Lane, rank: u32) -> Arc<Counter> {
         let mut table = self.table();
         let counter = table.counters.entry((lane, rank));
@@ -274,20 +272,18 @@ impl Cut {
         }))
     }
 
-    /// Goes into a call that launches `increments`, all or nothing, after waiting while the rank is held.
-    /// `what` names the call for people. A call within a call of the same thread is part of it: it passes
-    /// and counts nothing.
+    /// Enters a call that launches all of `increments` or none. Waits while the rank is held. `what` names the call for people. A
+    /// call within a call of the same thread is part of the outer one: it passes, and counts nothing.
     pub fn enter<'a>(&'a self, what: &'static str, increments: &'a [Increment]) -> Launch<'a> {
         self.begin(what, increments, None)
             .unwrap_or_else(|_| unreachable!("it cannot be turned back"))
     }
 
-    /// As [`Cut::enter`], for a launch that needs the ranks of its increments, and of `also`, to be there when it is let
-    /// go.
+    /// As [`Cut::enter`], for a launch that needs the ranks of its increments, and of `also`, to exist when it is let go.
     ///
     /// # Errors
-    /// It was held, and one of these ranks has left, or memory that it needs is away and launches fail by that: it must
-    /// not be made, and nothing is counted.
+    /// The launch was held and one of these ranks has left, or memory that it needs is away and [`Cut::fail_while_away`] was
+    /// called. The launch must not be made, and nothing is counted.
     #[inline]
     pub fn enter_if_there<'a>(
         &'a self,
@@ -341,7 +337,7 @@ impl Cut {
     #[cold]
     fn name(&self, slot: &Slot, what: &'static str) {
         let label = what.as_ptr().addr();
-        // A thread that ends has forgotten what it knew.
+        // At its end, a thread has no list of registered names any more.
         let is_known = KNOWN.try_with(|known| {
             let mut known = known.borrow_mut();
             let is_known = known.contains(&label);
@@ -359,7 +355,7 @@ impl Cut {
     #[inline]
     fn go_out(&self, slot: &Slot) {
         slot.step_out();
-        // Watchers look again by themselves, so that a mode set at this moment costs a look, not more.
+        // Watchers look again without a notification, so a mode that is set at this moment costs only one look.
         if self.mode.load(Ordering::Relaxed) != Mode::Open as u8 {
             self.table().progress += 1;
             self.moved.notify_all();
@@ -374,7 +370,7 @@ fn count(increments: &[Increment]) {
 }
 
 impl Launch<'_> {
-    /// The call failed: nothing was launched.
+    /// Ends a launch whose call failed: nothing was launched.
     pub fn not_launched(self) {
         if self.visit.is_none() {
             return;
@@ -382,15 +378,15 @@ impl Launch<'_> {
         for increment in self.increments {
             increment.counter.launched.fetch_sub(increment.launches, Ordering::SeqCst);
         }
-        // Somebody may be waiting for just this room under the limit.
+        // Another launch may wait for exactly this part of the limit.
         let _table = self.cut.table();
         self.cut.admitted.notify_all();
     }
 
-    /// The call has returned, and its work goes on in another thread until `finished` says so (a
-    /// communicator in non-blocking mode). `finished` is asked from our own threads, and must not block.
+    /// Ends a launch whose work goes on in another thread (a communicator in non-blocking mode) until `finished` returns true.
+    /// `finished` is called on our own threads, and must not block.
     ///
-    /// A later one of the same ranks stands for the earlier too. It is forgotten when one of them leaves.
+    /// A later unfinished launch of the same ranks replaces the earlier one. It is removed when one of the ranks leaves.
     pub fn unfinished(self, finished: Box<dyn Fn() -> bool + Send>) {
         let counters = self.increments.iter().map(|increment| &increment.counter);
         let places: BTreeSet<_> =

@@ -1,4 +1,4 @@
-//! The coordinator's decision about what to let through next: a pure function of what it was told.
+//! The coordinator's decision which launches to let through next: a pure function of the reports.
 //!
 //! `docs/consistent-cut.md` argues why this ends, and `tests/model.rs` next to this file tries it on all
 //! interleavings of small programs.
@@ -7,30 +7,30 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{CommunicatorId, CutReport, Lane, Limits, Series};
 
-/// Up to how many launches further a process goes after one stall: about what the queue of a device holds.
+/// The most further launches of a process after one stall: about the length of a device's queue.
 const FURTHER_MAX: u64 = 1024;
 
-/// The limits of one cut, and why they are what they are.
+/// The limits of one cut, and their reasons.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Plan {
     limits: Limits,
-    /// For a lane whose limit was raised beyond what anybody had launched: the lanes that somebody was
-    /// behind on, and for whose sake it was, directly or not.
+    /// The reasons of lanes whose limit was raised beyond all launches: the lanes with a rank behind that the raise was for,
+    /// directly or not.
     reasons: BTreeMap<Lane, BTreeSet<Lane>>,
-    /// Communicators that some ranks know by one identity and some by another, both ways round.
+    /// Communicators that have two identities, mapped in both directions.
     aliases: BTreeMap<CommunicatorId, CommunicatorId>,
     /// The obstacles of the last stall that have not changed since.
     stuck: BTreeSet<Stuck>,
     /// The number of further launches that each process may make because of these obstacles.
     further: u64,
-    /// Up to how many launches in all each process goes on until the next stall, in the order of the reports.
+    /// The total launches up to which each process goes on until the next stall, in the order of the reports.
     allowed: Vec<u64>,
 }
 
-/// An obstacle that the others wait for.
+/// An obstacle that the other processes wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Stuck {
-    /// A rank is behind on a lane, with so many launches.
+    /// A rank is behind on a lane, with this number of launches.
     Behind(Lane, u32, u64),
     /// The process of that report is inside a call.
     Inside(usize),
@@ -41,10 +41,10 @@ enum Stuck {
 /// The result of a look at the reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nobody is below a limit, inside a call or capturing: if all reports were made under
-    /// [`Plan::limits`], nothing can be launched any more, and nothing launched needs anything that is not.
+    /// No process is below a limit, inside a call or capturing. If all reports were made under [`Plan::limits`], nothing more can
+    /// be launched, and no launched work needs work that is not launched.
     Settled,
-    /// Somebody is still to come.
+    /// A process is still below a limit, inside a call or capturing.
     Open,
 }
 
@@ -53,26 +53,26 @@ pub enum Verdict {
 pub enum Pace {
     /// No.
     Moving,
-    /// Yes: everybody who waits may go further.
+    /// Yes: all waiting processes may go further.
     Stalled,
 }
 
 impl Plan {
-    /// Up to which count each lane may be launched now.
+    /// Returns the count up to which each lane may be launched now.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Takes the latest report of every member, and sets the limits.
+    /// Sets the limits by the latest report of every member.
     ///
-    /// * A lane's limit is its largest count; of signals, what has been waited for. It never sinks, but for a stall: what was allowed and not
-    ///   used by then (a launch that failed) is taken back.
-    /// * A member that is behind on a lane, or captures, has what its threads wait for raised, unless that
-    ///   lane was the reason for the limit that it is behind of: it cannot be in the way then (one thread
-    ///   would have come the other way round), and two could raise each other's for ever.
-    /// * In a stall, and after it until a process has gone as many launches further as it may, whatever anybody waits for
-    ///   is raised. That is one launch in the first stall, and twice as many in each stall that finds somebody at the
-    ///   same place as the stall before it. So a wait that N launches end costs no more than log2(N) + 1 stalls.
+    /// * A lane's limit is its largest count; for signals, the largest count that was waited for. It sinks only in a stall: then
+    ///   launches that were allowed but not made (a failed one) are taken back.
+    /// * If a member is behind on a lane, or captures, the limits that its threads wait for are raised. The exception is a lane
+    ///   that was the reason for the limit that the member has not reached. Such a lane cannot be the obstacle (one thread would
+    ///   have come in the other order), and two lanes could raise each other for ever.
+    /// * In a stall, all limits that threads wait for are raised, until each process has made its further launches. That is one
+    ///   launch in the first stall. It doubles in each stall that finds an obstacle of the stall before. So a wait that N
+    ///   launches end costs no more than log2(N) + 1 stalls.
     pub fn update(&mut self, reports: &[&CutReport], pace: Pace) -> Verdict {
         self.aliases = both_ways(reports);
         self.count(reports, pace);
@@ -102,21 +102,21 @@ impl Plan {
         Verdict::Open
     }
 
-    /// The rank that the others waited for has come: no process goes further for it.
+    /// Forgets the stall: its obstacle is gone, and no process goes further for it.
     fn forget_stall(&mut self) {
         self.stuck.clear();
         self.further = 0;
         self.allowed.clear();
     }
 
-    /// Raises whatever the threads of one member wait for: each goes one launch further.
+    /// Raises the limits that the threads of one member wait for: each thread goes one launch further.
     pub fn let_on(&mut self, report: &CutReport) {
         for need in report.waiting.iter().flat_map(|waiting| &waiting.needs) {
             self.raise(need.lane, need.needed, BTreeSet::new());
         }
     }
 
-    /// Is a communicator being made whose other ranks are not known yet?
+    /// Is a communicator being created whose other ranks are not known yet?
     pub fn is_making(&self, reports: &[&CutReport]) -> bool {
         let locals = || reports.iter().flat_map(|report| &report.ranks);
         let creations = self.limits.iter().filter(|(lane, _)| lane.series == Series::Creation);
@@ -129,14 +129,14 @@ impl Plan {
         making && reports.iter().any(|report| !report.inside.is_empty())
     }
 
-    /// Lets no lane's limit be below what has been launched on it.
+    /// Raises the limit of each lane to the launches that were made on it.
     fn count(&mut self, reports: &[&CutReport], pace: Pace) {
         if pace == Pace::Stalled {
             self.limits = Limits::default();
             self.reasons.clear();
         }
         for counter in reports.iter().flat_map(|report| &report.counters) {
-            // A signal that nobody waits for yet lets nobody go further.
+            // A signal that no rank waits for yet raises no limit.
             let is_surplus =
                 matches!(counter.lane.series, Series::Signal { from, .. } if from == counter.rank);
             if !is_surplus {
@@ -151,7 +151,7 @@ impl Plan {
         }
     }
 
-    /// Raises the limit of `lane`, under both of its names where it has two.
+    /// Raises the limit of `lane`, under both identities of its communicator if it has two.
     fn raise(&mut self, lane: Lane, to: u64, reasons: BTreeSet<Lane>) {
         if let Some(other) = self.other_name(lane)
             && self.limits.raise(other, to)
@@ -168,13 +168,13 @@ impl Plan {
         Some(Lane { communicator, ..lane })
     }
 
-    /// Raises what a member that is behind waits for.
+    /// Raises the limits that a member waits for, if it is behind or captures.
     fn help(&mut self, report: &CutReport, limits: &Limits) {
         let behind: BTreeSet<Lane> = report.behind(limits).map(|(lane, ..)| lane).collect();
         if behind.is_empty() && report.captures == 0 {
             return;
         }
-        // A thread that may go already goes first: what it does may be all that was missing.
+        // A thread that may go already goes first: its launch may be the only missing one.
         if report.waiting.iter().any(|waiting| limits.admit(&waiting.needs)) {
             return;
         }

@@ -1,5 +1,5 @@
-//! The data of the cut's messages: a member's report on its launches, and the limits that it is told. The module also
-//! says in words why a cut is not reached yet.
+//! The data of the cut's messages: a member's report on its launches, and the limits that it gets. The module also describes why
+//! a cut is not reached yet.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -9,26 +9,26 @@ use serde::{Deserialize, Serialize};
 use super::plan::both_ways;
 use super::{CommunicatorId, Lane, Rank, Series};
 
-/// Up to which count each lane may be launched. On a lane that is not named, nothing may.
+/// The count up to which each lane may be launched; 0 for a lane without an entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Limits {
     of: BTreeMap<Lane, u64>,
-    /// Of these, a member below a limit is not waited for.
+    /// Communicators on whose lanes a member below a limit is not waited for.
     given_up: BTreeSet<CommunicatorId>,
 }
 
 impl Limits {
-    /// The limit of `lane`.
+    /// Returns the limit of `lane`.
     pub fn of(&self, lane: Lane) -> u64 {
         self.of.get(&lane).copied().unwrap_or(0)
     }
 
-    /// May what needs `needs` be launched?
+    /// May a launch with these `needs` be made?
     pub fn admit(&self, needs: &[Need]) -> bool {
         needs.iter().all(|need| need.needed <= self.of(need.lane))
     }
 
-    /// Raises the limit of `lane` to `to`, if it is lower; says whether.
+    /// Raises the limit of `lane` to `to`, if it is lower. Returns whether it was.
     pub fn raise(&mut self, lane: Lane, to: u64) -> bool {
         let raised = to > self.of(lane);
         if raised {
@@ -37,13 +37,13 @@ impl Limits {
         raised
     }
 
-    /// All lanes that have one, in order.
+    /// Returns all lanes with a limit, in order.
     pub fn iter(&self) -> impl Iterator<Item = (Lane, u64)> {
         self.of.iter().map(|(lane, limit)| (*lane, *limit))
     }
 
-    /// Returns the limits that a member with this report must know. They are those of its own lanes, and of
-    /// communicators being made, which it may be about to join.
+    /// Returns the limits that a member with this report must know. They are the limits of its own lanes, and of communicators
+    /// being created, which it may be about to join.
     #[must_use]
     pub fn for_member(&self, report: &CutReport) -> Self {
         let own = |lane: Lane| lane.series == Series::Creation || report.takes_part(lane);
@@ -53,7 +53,8 @@ impl Limits {
         Self { of, given_up }
     }
 
-    /// Ranks of `communicator` wait for some that have given it up: nobody is waited for on its lanes any more.
+    /// Marks `communicator` as given up: some ranks wait for others that have left it. No rank is waited for on its lanes any
+    /// more.
     pub(super) fn give_up(&mut self, communicator: CommunicatorId) {
         self.given_up.insert(communicator);
     }
@@ -91,27 +92,27 @@ pub struct LaunchCount {
 pub struct Waiting {
     /// The call.
     pub what: String,
-    /// The limits that would let it go; none while it waits for memory that is away, since no limit does.
+    /// The limits that would let it go. Empty while it waits for memory that is away: no limit lets it go then.
     pub needs: Vec<Need>,
     /// For how long, in milliseconds.
     pub waited_ms: u64,
 }
 
-/// A call that has been let through and is not over.
+/// A call that was let through and has not returned.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Inside {
     /// The call.
     pub what: String,
-    /// For how long at least, in milliseconds.
+    /// The least time that it has lasted, in milliseconds.
     pub inside_ms: u64,
 }
 
-/// The state of a member as the coordinator knows it. The coordinator is told when that state has changed.
+/// The state of a member that the coordinator knows. A change of it is reported to the coordinator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Seen {
-    /// The number of launches that had been made to wait.
+    /// The number of launches that have had to wait.
     pub waits: u64,
-    /// Was it at all its limits, with nobody inside?
+    /// Had it reached all its limits, with no thread inside?
     pub at_rest: bool,
 }
 
@@ -120,7 +121,7 @@ pub struct Seen {
 pub struct CutReport {
     /// The state that this report is of.
     pub seen: Seen,
-    /// Moves with every launch, wait and return: unchanged, nothing has happened.
+    /// Changes with every launch, wait and return.
     pub progress: u64,
     /// The ranks that live here.
     pub ranks: Vec<Rank>,
@@ -132,16 +133,16 @@ pub struct CutReport {
     pub inside: Vec<Inside>,
     /// Stream captures under way.
     pub captures: u64,
-    /// For how long an allocation of the process has waited for memory that others hold, in milliseconds, where one does.
+    /// The time for which an allocation has waited for memory that others hold, in milliseconds; none if no allocation waits.
     pub waits_for_memory_ms: Option<u64>,
     /// Communicators that ranks of this process have given up, the latest ones.
     pub given_up: Vec<CommunicatorId>,
-    /// Communicators of ranks that live here which other ranks know by another identity.
+    /// Communicators of ranks that live here, and the other identities by which other ranks know them.
     pub aliases: Vec<(CommunicatorId, CommunicatorId)>,
 }
 
-/// Lists in a report are cut at this length, counts of ranks excepted: they are for people, and for
-/// deciding what to let through next, one at a time.
+/// The greatest length of lists in a report, except counts of ranks. The lists are for people, and for the choice of the next
+/// launch, one at a time.
 pub(super) const LISTED_MAX: usize = 256;
 
 impl CutReport {
@@ -151,7 +152,7 @@ impl CutReport {
             || self.counters.iter().any(|counter| counter.lane == lane)
     }
 
-    /// Counts the launches that all ranks that live here have made on all lanes.
+    /// Returns the number of launches of all ranks that live here, on all lanes.
     pub fn launched(&self) -> u64 {
         self.counters.iter().map(|counter| counter.launched).fold(0, u64::saturating_add)
     }
@@ -164,7 +165,8 @@ impl CutReport {
         counters().map(|counter| (counter.rank, counter.launched)).chain(idle.map(|rank| (rank, 0)))
     }
 
-    /// Lanes, of those with a limit, on which a rank that lives here has launched less and is waited for, in order.
+    /// Returns the lanes on which a rank that lives here is below the limit and is waited for, in order, with the rank and its
+    /// launches.
     pub fn behind<'a>(&'a self, limits: &'a Limits) -> impl Iterator<Item = (Lane, u32, u64)> + 'a {
         limits.iter().flat_map(move |(lane, limit)| {
             let is_short =
@@ -174,7 +176,7 @@ impl CutReport {
         })
     }
 
-    /// Is it at all its `limits`, with nothing under way?
+    /// Has it reached all its `limits`, with nothing under way?
     pub fn is_at_rest(&self, limits: &Limits) -> bool {
         self.inside.is_empty() && self.captures == 0 && self.behind(limits).next().is_none()
     }
@@ -187,14 +189,14 @@ impl CutReport {
 
 // In words.
 
-/// Why a member is not at the cut.
+/// A reason why a member is not at the cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Laggard {
     /// The index of the member's report.
     pub report: usize,
     /// The event that is missing.
     pub lag: Lag,
-    /// A description of what its threads are at.
+    /// A description of the calls or waits of its threads.
     pub place: String,
 }
 
@@ -218,7 +220,7 @@ pub enum Lag {
     Captures(u64),
 }
 
-/// All that is missing under `limits`, lane by lane.
+/// Lists all that is missing under `limits`, lane by lane.
 pub fn laggards(limits: &Limits, reports: &[&CutReport]) -> Vec<Laggard> {
     let mut laggards = Vec::new();
     for (index, report) in reports.iter().enumerate() {
@@ -247,7 +249,7 @@ pub fn laggards(limits: &Limits, reports: &[&CutReport]) -> Vec<Laggard> {
     laggards
 }
 
-/// Describes what the threads of a member are at: the oldest call, else the oldest wait.
+/// Describes the oldest call of a member's threads, or else the oldest wait.
 fn place(report: &CutReport) -> String {
     if let Some(call) = report.inside.iter().max_by_key(|call| call.inside_ms) {
         return format!("inside {} for {}", call.what, seconds(call.inside_ms));
@@ -303,8 +305,8 @@ impl fmt::Display for Laggard {
     }
 }
 
-/// Communicators of which some ranks live in none of the processes that reported: how much those have
-/// launched, nobody here knows. One line each.
+/// Lists communicators with ranks in processes that did not report, one line each. The launches of those ranks are not known
+/// here.
 pub fn foreign_ranks(reports: &[&CutReport]) -> Vec<String> {
     let mut communicators: BTreeMap<CommunicatorId, (u32, BTreeSet<u32>)> = BTreeMap::new();
     let aliases = both_ways(reports);

@@ -1,9 +1,9 @@
-//! Ranks that leave, and threads that are held at launches of theirs.
+//! Ranks that leave, and threads that are held at launches of such ranks.
 //!
-//! An application may end a communicator from one thread while another is about to launch on it. Without a hold that
-//! is a race of microseconds, which it must look after itself. A hold would make a certainty of it: the thread that is
-//! held would launch later on what is gone. So a rank that leaves marks its counters, and a thread that is held at one
-//! of them is turned back ([`Withdrawal`]). Who frees what such threads have in hand waits for them first
+//! An application may end a communicator from one thread while another is about to launch on it. Without a hold, that is a race
+//! of microseconds, and the application must prevent it. A hold would turn the race into a certainty: the held thread would later
+//! launch on a communicator that is gone. So a rank that leaves marks its counters, and a thread that is held at one of them is
+//! turned back ([`Withdrawal`]). Before a caller frees objects that such threads use, it waits for them
 //! ([`Cut::wait_for_withdrawals`]).
 
 use std::time::{Duration, Instant};
@@ -19,28 +19,27 @@ impl Counter {
     }
 }
 
-/// Why a launch must not be made.
+/// The reason why a launch must not be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TurnedBack {
     /// It was held, and a rank that it needs has left meanwhile.
     RankLeft,
-    /// Memory that it needs is away, and launches are to fail by that ([`Cut::fail_while_away`]).
+    /// Memory that it needs is away, and launches are to fail in that case ([`Cut::fail_while_away`]).
     Away,
 }
 
-/// A launch that must not be made. Dropping it says that the thread has nothing of the ranks in hand any more that it
-/// needed.
+/// A launch that must not be made. Dropping it means that the thread no longer uses the ranks of the launch.
 #[derive(Debug)]
 #[must_use = "dropping it says that the thread has withdrawn"]
 pub struct Withdrawal<'a> {
     pub(super) cut: &'a Cut,
-    /// Its number among those that wait; none when it never had to.
+    /// Its number among the waiting launches; none if it never waited.
     pub(super) ticket: Option<u64>,
     pub(super) why: TurnedBack,
 }
 
 impl Withdrawal<'_> {
-    /// Why it must not be made.
+    /// Returns the reason why it must not be made.
     pub fn why(&self) -> TurnedBack {
         self.why
     }
@@ -58,19 +57,20 @@ impl Drop for Withdrawal<'_> {
 }
 
 impl Cut {
-    /// It does no more; its counters go with it. Threads that are held at one of its launches are turned back.
+    /// Removes a rank that makes no more launches, with its counters. Threads that are held at one of its launches are turned
+    /// back.
     pub fn remove_rank(&self, communicator: CommunicatorId, rank: u32) {
         let mut table = self.table();
         let unfinished = table.remove_rank(communicator, rank);
         self.moved.notify_all();
         self.admitted.notify_all();
         drop(table);
-        // Ends outside the lock: it may own anything.
+        // The value is dropped outside the lock: its destructor may do anything.
         drop(unfinished);
     }
 
-    /// As [`Cut::remove_rank`], for a rank that leaves while others may wait for launches of it: what they have launched
-    /// can never be complete, so that a hold waits for nobody on that communicator any more.
+    /// As [`Cut::remove_rank`], for a rank that leaves while others may wait for its launches. Their launches can never complete,
+    /// so a hold waits for no rank of that communicator any more.
     pub fn give_up_rank(&self, communicator: CommunicatorId, rank: u32) {
         let mut table = self.table();
         let unfinished = table.remove_rank(communicator, rank);
@@ -86,15 +86,15 @@ impl Cut {
         drop(unfinished);
     }
 
-    /// Some ranks of `communicator`, which is about to have one here, know it as `other`. It ends with the rank.
+    /// Notes that other ranks of `communicator` know it as `other`. A rank here is about to join it; the note ends with that
+    /// rank.
     pub fn is_also(&self, communicator: CommunicatorId, other: CommunicatorId) {
         let mut table = self.table();
         table.aliases.insert(communicator, other);
         table.progress += 1;
     }
 
-    /// Waits until no thread has anything of a rank in hand that has left `communicator`, for `timeout` at most; says
-    /// whether that is so.
+    /// Waits, for `timeout` at most, until no thread uses a rank that has left `communicator`. Returns whether that is so.
     pub fn wait_for_withdrawals(&self, communicator: CommunicatorId, timeout: Duration) -> bool {
         let until = Instant::now() + timeout;
         let mut table = self.table();

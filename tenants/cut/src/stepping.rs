@@ -1,13 +1,12 @@
-//! Draining by stepping: what processes whose gates are shut may still launch, so that the devices come to an end.
+//! Draining by stepping: the launches that processes behind shut gates may still make, so that the devices become idle.
 //!
-//! The cut stops ranks where every launch that anybody *counts* has its counterparts. Work that
-//! nobody counts (an all-reduce of one's own, symmetric memory, a second NCCL, a kernel that waits for another
-//! thread of its own process) may still be waiting on a device for something that was not launched when the gates
-//! were shut. So while devices are busy and nothing moves, the processes that *are idle* let each of their threads
-//! that wait make one call more. `docs/consistent-cut.md` argues why that ends.
+//! The cut stops ranks where every *counted* launch has its counterparts. Work that is not counted (an application's own
+//! all-reduce, symmetric memory, a second NCCL, a kernel that waits for another thread of its own process) may still wait on a
+//! device for work that was not launched when the gates were shut. So while devices are busy and nothing moves, the processes
+//! that *are idle* let each of their threads that wait make one call more. `docs/consistent-cut.md` argues why that ends.
 //!
-//! This is the decision, a pure function of what the processes say. `coordinator/stepping.rs` carries it out,
-//! `member/executor/stepping.rs` does what is decided, and `stepping/tests.rs` tries it on all interleavings of small
+//! This is the decision, a pure function of the processes' reports. `coordinator/stepping.rs` carries it out,
+//! `member/executor/stepping.rs` executes it in each process, and `stepping/tests.rs` tries it on all interleavings of small
 //! programs.
 
 #[cfg(test)]
@@ -26,20 +25,20 @@ use super::plan::{Pace, Plan, Verdict};
 use super::{CutReport, Limits, Seen};
 use sublet_sync::time::millis;
 
-/// The most calls that a thread may make at first before its process is asked again.
+/// The most calls that a thread may make at first before its process reports again.
 const CALLS_MAX: u32 = 64;
-/// Each so many rounds without success it is the turn of a process whose device is busy: what is missing may be its
-/// own to launch, by another thread.
+/// The number of rounds without success after which a process with a busy device gets a turn. Another thread of that process may
+/// have to make the missing launch.
 const BUSY_EVERY: u32 = 4;
-/// The rounds before the first such turn. Most devices that are busy have only work left that needs nobody.
+/// The rounds before the first such turn. Most busy devices have only work left that needs no other launch.
 const BUSY_AFTER: u32 = 16;
-/// Up to how many calls a thread of a busy process makes in one turn: about what the queue of a device holds.
+/// The most calls of a thread of a busy process in one turn: about the length of a device's queue.
 const FURTHER_MAX: u32 = 1024;
 
 /// The activity of a process behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Activity {
-    /// The number of the order that it was made under, as [`StepOrder::order`].
+    /// The number of the order under which the report was made, as [`StepOrder::order`].
     pub order: u64,
     /// The state of its counted launches.
     pub cut: CutReport,
@@ -47,15 +46,15 @@ pub struct Activity {
     pub inside: u64,
     /// Threads that wait at the gate.
     pub waiting: u64,
-    /// Those of them whose next launch may be what a device waits for.
+    /// Threads among these whose next launch may be the one that a device waits for.
     pub ready: u64,
-    /// Those that wait longest, for people.
+    /// The calls that wait longest, for people.
     pub calls: Vec<HeldCall>,
     /// Places with work left, for people.
     pub busy: Vec<String>,
-    /// Nobody is inside, and no device has work left.
+    /// Is no thread inside, and has no device work left?
     pub is_idle: bool,
-    /// Calls that were let in since the gate was shut.
+    /// The number of calls that were let in since the gate was shut.
     pub steps: u64,
 }
 
@@ -69,7 +68,7 @@ pub struct HeldCall {
 }
 
 impl HeldCall {
-    /// `what`, which has waited for so long.
+    /// Returns the call `what`, which has waited for this time.
     pub fn new(what: &str, waited: Duration) -> Self {
         Self { what: what.to_owned(), waited_ms: millis(waited) }
     }
@@ -81,8 +80,8 @@ impl fmt::Display for HeldCall {
     }
 }
 
-/// Why a process is not idle, and what its threads wait for: `inside` are inside calls, `waiting` at the gate, of which
-/// `calls` are some.
+/// Describes why a process is not idle, and the waits of its threads. `inside` threads are inside calls, and `waiting` threads
+/// wait at the gate; `calls` are some of their calls.
 pub fn at_work(inside: u64, busy: &[String], waiting: u64, calls: &[HeldCall]) -> String {
     let mut parts = Vec::new();
     if !busy.is_empty() {
@@ -115,10 +114,10 @@ impl fmt::Display for Activity {
     }
 }
 
-/// The activity of a process as the coordinator knows it. The coordinator is told when this is no longer so.
+/// The activity of a process that the coordinator knows. A change of it is reported to the coordinator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SeenActivity {
-    /// Of its counted launches.
+    /// The state of its counted launches.
     pub cut: Seen,
     /// Threads inside a call.
     pub inside: u64,
@@ -128,30 +127,30 @@ pub struct SeenActivity {
     pub is_idle: bool,
 }
 
-/// The launches and calls that a process may make until it is told otherwise.
+/// The launches and calls that a process may make until the next order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepOrder {
-    /// Tells this order from others; higher ones are later.
+    /// The number of this order. Later orders have higher numbers.
     pub order: u64,
-    /// Up to which count each lane may be launched; none where launches are not counted in this pause.
+    /// The count up to which each lane may be launched; none if launches are not counted in this pause.
     pub limits: Option<Limits>,
     /// The calls that threads at the gate may make.
     pub calls: Calls,
 }
 
 impl Activity {
-    /// Returns what a reader of this knows.
+    /// Returns the part of this report that its reader keeps in mind.
     pub fn seen(&self) -> SeenActivity {
         let Self { cut, inside, waiting, is_idle, .. } = self;
         SeenActivity { cut: cut.seen, inside: *inside, waiting: *waiting, is_idle: *is_idle }
     }
 
-    /// Does a thread wait that can be let on?
+    /// Does a thread wait that can be let through?
     fn waits(&self) -> bool {
         self.waiting > 0 || self.cut.waiting.iter().any(|waiting| !waiting.needs.is_empty())
     }
 
-    /// May a launch that a device waits for be next?
+    /// May the next launch be one that a device waits for?
     fn is_ready(&self) -> bool {
         self.ready > 0 || (self.is_idle && self.waits())
     }
@@ -163,46 +162,47 @@ pub enum Calls {
     /// Wait.
     #[default]
     None,
-    /// So many calls one after the other, by threads that are ready; up to one that makes an idle device busy, or a busy
-    /// one idle.
+    /// This number of consecutive calls, by threads that are ready. They end with a call that makes an idle device busy, or a
+    /// busy one idle.
     Ready(u32),
-    /// So many calls each, whatever the devices do.
+    /// This number of calls for each thread, whatever the devices do.
     Each(u32),
-    /// So many calls each, up to one after which the devices are idle: it may have been the last that was missing.
+    /// This number of calls for each thread. They end with a call after which the devices are idle: it may have been the last
+    /// missing one.
     Turn(u32),
 }
 
 /// The result of a look at all activities.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// All devices are idle, and nothing that was launched lacks a counterpart.
+    /// All devices are idle, and no launched work lacks a counterpart.
     Drained,
-    /// Not yet. What each may do, in the order of the activities.
+    /// The drain is not complete. The calls that each process may make, in the order of the activities.
     Open(Vec<Calls>),
 }
 
-/// Decides, for one drain.
+/// The state of the decisions of one drain.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Stepper {
     plan: Plan,
-    /// The number of calls at a time. It halves whenever a process that was stepped is busy in its turn: it may have
-    /// been sent too far, and then the others must come after it, and must not overtake it in theirs.
+    /// The number of calls at a time. It halves whenever a process becomes busy by its step. That process may have gone too far,
+    /// so the others must follow, and must not overtake it.
     budget: u32,
     rounds: u32,
-    /// True for each process that was stepped last because it was idle.
+    /// True for each process that was stepped in the last round because it was idle.
     stepped: Vec<bool>,
-    /// The number of times that each process was let on though it was busy.
+    /// The number of times that each process was let through while it was busy.
     turns: Vec<u32>,
     /// True for each process whose devices are idle.
     idle: Vec<bool>,
-    /// The calls per thread that each process made in its last turn while busy; 0 when something has come of it since.
+    /// The calls per thread that each process made in its last turn while busy; 0 if the turn has had an effect since.
     further: Vec<u32>,
-    /// Up to how many calls in all each makes in that turn.
+    /// The total calls up to which each process goes on in that turn.
     allowed: Vec<u64>,
 }
 
 impl Stepper {
-    /// From the cut that `plan` has come to.
+    /// Begins at the cut that `plan` has reached.
     pub fn new(plan: Plan) -> Self {
         Self {
             plan,
@@ -226,8 +226,8 @@ impl Stepper {
         self.rounds
     }
 
-    /// Is one of the devices idle that was busy at the last decision? Calls that others still make may be more than are
-    /// needed. `fresh` is the latest word of each that was given since, in the order of the activities.
+    /// Has a device become idle since the last decision? The calls that others still make may be more than are needed. `fresh`
+    /// has the newest report of each process since then, in the order of the activities.
     pub fn is_idle_now<'a>(&self, fresh: impl IntoIterator<Item = Option<&'a Activity>>) -> bool {
         let is_new = |(fresh, was_idle): (Option<&Activity>, &bool)| {
             !was_idle && fresh.is_some_and(|activity| activity.is_idle)
@@ -235,26 +235,26 @@ impl Stepper {
         fresh.into_iter().zip(&self.idle).any(is_new)
     }
 
-    /// The most calls that one thread of a busy process makes in its turn; 0 when something has come of all turns.
+    /// Returns the most calls that one thread of a busy process makes in its turn; 0 if all turns have had an effect.
     pub fn further(&self) -> u32 {
         self.further.iter().copied().max().unwrap_or(0)
     }
 
-    /// Takes the latest word of every process, made under the last order, and decides what each may do.
+    /// Decides what each process may do, by its latest report, which was made under the last order.
     ///
-    /// * A process that is behind on a counted lane, or inside a counted call, runs on to where the cut wants it: what
-    ///   it makes there was launched by others already.
-    /// * When nothing moves, those whose devices are idle go on, a few calls at a time. One that is waited for is
-    ///   among them: let L be the first launch, in an order in which the program could run, that a device waits for
-    ///   and nobody has made. All that the thread of L has launched on the stream of L comes before L, and so do its
-    ///   counterparts, which are there. So that work is over; where a process has one thread, its device is idle. In a
-    ///   process that is busy, threads go on that have not made it so.
-    /// * Where its threads wait at the cut and not at the gate, the limits are raised to what they need.
-    /// * After a while, when no thread is ready, and now and then, a process that is busy goes on by a call, each in its
-    ///   turn: what is missing may be launched by another thread of a process whose device waits for it, or by the same
-    ///   one on another stream. All together would be the job in slow motion, with no moment at which all are idle.
-    /// * As long as no thread is ready and no device becomes idle or busy, each such turn is twice as many calls as the
-    ///   last one of the same process. So a wait that N calls of it end costs no more than log2(N) + 1 of its turns.
+    /// * A process that is behind on a counted lane, or inside a counted call, runs on to the cut: others have made those
+    ///   launches already.
+    /// * When nothing changes, processes with idle devices go on, a few calls at a time. A process that others wait for is among
+    ///   them. Proof: take an order in which the program could run, and in it the first launch L that a device waits for and that
+    ///   is not made. The thread of L made its launches on the stream of L before L; they and their counterparts exist. So that
+    ///   work is finished. If a process has one thread, its device is idle. In a busy process, the threads go on that have not
+    ///   made it busy.
+    /// * If its threads wait at the cut and not at the gate, the limits are raised to their needs.
+    /// * After a while, one busy process goes on by a call when no thread is ready, and now and then otherwise. These processes
+    ///   rotate. The missing launch may come from another thread of the process whose device waits, or from the same thread on
+    ///   another stream. If all busy processes went on together, there would be no moment at which all are idle.
+    /// * As long as no thread is ready and no device becomes idle or busy, each such turn has twice as many calls as the
+    ///   process's last one. So a wait that N calls of a process end costs no more than log2(N) + 1 of its turns.
     pub fn update(&mut self, activities: &[&Activity], pace: Pace) -> Decision {
         let cuts: Vec<_> = activities.iter().map(|activity| &activity.cut).collect();
         let verdict = self.plan.update(&cuts, Pace::Moving);
@@ -279,7 +279,7 @@ impl Stepper {
             return Decision::Open(calls);
         }
         let was_stepped = |index: usize| self.stepped.get(index).copied().unwrap_or(false);
-        // It was idle, and is busy for what it was let launch.
+        // It was idle, and its permitted launches have made it busy.
         let overshot =
             |(index, activity): (usize, &&Activity)| was_stepped(index) && !activity.is_idle;
         if activities.iter().enumerate().any(overshot) {
@@ -308,8 +308,8 @@ impl Stepper {
             if activity.waiting > 0 {
                 calls[index] = allowed;
             }
-            // Behind the gate comes the cut: a process that stays at it has come further than one that stays before
-            // the gate, unless another thread of its does.
+            // The cut comes after the gate. So a process that waits at the cut has come further than one that waits at the gate,
+            // unless another of its threads waits there.
             if activity.waiting == 0 || self.rounds % 2 == 1 {
                 self.plan.let_on(&activity.cut);
             }
@@ -320,7 +320,7 @@ impl Stepper {
         Decision::Open(calls)
     }
 
-    /// The busy one among those that wait which was let on least often.
+    /// Returns the busy, waiting process that was let through least often.
     fn next_in_turn(&self, activities: &[&Activity], is_behind: &[bool]) -> Option<usize> {
         let is_busy =
             |i: &usize| activities[*i].waits() && !activities[*i].is_idle && !is_behind[*i];
@@ -328,7 +328,7 @@ impl Stepper {
         (0..activities.len()).filter(is_busy).min_by_key(turns)
     }
 
-    /// Begins the turn of a process, and says how many calls each of its threads makes.
+    /// Begins the turn of a process. Returns how many calls each of its threads makes.
     fn begin_turn(&mut self, index: usize, activities: &[&Activity]) -> u32 {
         self.turns.resize(activities.len(), 0);
         self.further.resize(activities.len(), 0);
@@ -341,7 +341,7 @@ impl Stepper {
         further
     }
 
-    /// Threads that came to the gate or the cut only after their turn had begun make the calls of it that are left.
+    /// Lets threads that reached the gate or the cut late in their turn make the remaining calls of that turn.
     fn go_on(&mut self, activities: &[&Activity], is_behind: &[bool], calls: &mut [Calls]) {
         for (index, allowed) in self.allowed.iter().enumerate() {
             let activity = activities[index];
@@ -358,7 +358,7 @@ impl Stepper {
         }
     }
 
-    /// Something has come of the turns of the busy, or is to come of what others do.
+    /// Forgets the turns of busy processes: they have had an effect, or other processes go on.
     fn forget_turns(&mut self) {
         self.further.clear();
         self.allowed.clear();

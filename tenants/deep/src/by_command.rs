@@ -1,4 +1,5 @@
-//! [`Checkpointer`] by a child process: the `sublet` command, which gets one line for each call and answers each with one.
+//! A [`Checkpointer`] that uses a child process, the `sublet` command. The child gets one line for each call and answers each
+//! with one line.
 //!
 //! ```text
 //!   7 lock 4711 5000         call 7: lock process 4711, and wait for 5000 ms at most
@@ -7,7 +8,7 @@
 //!   9 no the driver is ...   there is no driver that can
 //! ```
 //!
-//! The child ends with the process that has started it, behind the calls that are under way: half of a checkpoint is of no use.
+//! The child ends after the process that has started it, when the calls under way are done: half a checkpoint is of no use.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
@@ -31,12 +32,13 @@ use sublet_protocol::checkpoints::{
     Call, CheckpointError, Checkpointer, ProcessState, unavailable,
 };
 
-/// The word by which the command becomes such a child.
+/// The subcommand that makes the command such a child.
 pub const SUBCOMMAND: &str = "checkpoints";
-/// For an answer that waits for no process. The first one has the driver start.
+/// The timeout of an answer that waits for no process. The first call also starts the driver.
 const SOON: Duration = Duration::from_mins(1);
 
-/// See the head of this module. The child is started by the first call, and ended when this is dropped. From any thread.
+/// A [`Checkpointer`] by a child process. The first call starts the child, and a drop of this value ends it. Usable from any
+/// thread.
 #[derive(Debug)]
 pub struct ByCommand {
     command: PathBuf,
@@ -46,12 +48,12 @@ pub struct ByCommand {
 
 type Answer = Result<u32, CheckpointError>;
 
-/// Calls without an answer yet; none when the child has ended.
+/// Calls without an answer yet; none after the child has ended.
 type OpenCalls = Mutex<Option<BTreeMap<u64, (&'static str, Sender<Answer>)>>>;
 
 #[derive(Debug)]
 struct Child {
-    /// A forked child that kept it would have the command outlive this process.
+    /// If a forked child kept the socket, the command would outlive this process.
     socket: Uninherited<UnixStream>,
     waiting: Arc<OpenCalls>,
     /// The number of the last call. Held while a line is written, so that lines stay whole.
@@ -60,7 +62,7 @@ struct Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // The reader has the same socket; it waits for the child to end.
+        // The reader thread has the same socket, and waits for the child to end.
         if let Err(error) = self.socket.shutdown(std::net::Shutdown::Write) {
             tracing::debug!(%error, "the child that calls the driver has gone");
         }
@@ -68,13 +70,13 @@ impl Drop for Child {
 }
 
 impl ByCommand {
-    /// By the `sublet` command at `command`. Nothing is started yet. The user `installer` owns the library that we are part of.
+    /// Uses the `sublet` command at `command`. Starts nothing yet. The user `installer` owns the library that contains this code.
     pub fn new(command: PathBuf, installer: u32) -> Self {
         Self { command, installer, child: Mutex::new(None) }
     }
 
-    /// Fails if users can change the command, or put another in its place, who could not change our library. Its folder may be one
-    /// where all may add files, such as `/tmp`.
+    /// Fails if a user can change or replace the command, but could not change our library. The folder may be one in which all
+    /// users may add files, such as `/tmp`.
     fn check(&self) -> Result<(), String> {
         let trusted = [0, geteuid().as_raw(), self.installer];
         for path in [self.command.parent().unwrap_or(&self.command), &self.command] {
@@ -91,7 +93,7 @@ impl ByCommand {
         Ok(())
     }
 
-    /// The child, which is started unless it runs.
+    /// Returns the child, and starts it if it does not run.
     fn child(&self) -> Result<Arc<Child>, CheckpointError> {
         let mut child = lock(&self.child);
         if let Some(running) = child.as_ref().filter(|child| lock(&child.waiting).is_some()) {
@@ -113,7 +115,7 @@ impl ByCommand {
         let mut command = Command::new(&self.command);
         command
             .arg(SUBCOMMAND)
-            // It speaks to the driver for itself.
+            // The child calls the driver directly, without our preloaded library.
             .env_remove("LD_PRELOAD")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::from(output))
@@ -121,7 +123,7 @@ impl ByCommand {
             // A Ctrl-C for the job must not end a call half-way.
             .process_group(0);
         let mut process = command.spawn()?;
-        // It holds their end of the socket, and this end must hear when the child has gone.
+        // `command` holds the child's end of the socket. It must be closed here, so that this end notices when the child ends.
         drop(command);
         let own = Uninherited::from(own);
         let reads = Uninherited::from(own.try_clone()?);
@@ -129,7 +131,7 @@ impl ByCommand {
         let (heard, after_panic) = (Arc::clone(&waiting), Arc::clone(&waiting));
         let hear_all = move || {
             hear(&reads, &heard);
-            // The calls that are left are told so by their channels.
+            // The closed channels tell the open calls that the child has ended.
             drop(lock(&heard).take());
             if let Err(error) = process.wait() {
                 tracing::debug!(%error, "the application waits for children that it has not started");
@@ -148,7 +150,7 @@ impl ByCommand {
             let mut last = lock(&child.last);
             *last += 1;
             lock(&child.waiting).as_mut().ok_or_else(gone)?.insert(*last, (name, say));
-            // Without a signal where nobody reads.
+            // A write to a closed socket must fail without a signal.
             let mut socket = &*child.socket;
             socket.write_all(format!("{last} {line}\n").as_bytes()).map_err(|_| gone())?;
             *last
@@ -165,7 +167,7 @@ impl ByCommand {
     }
 }
 
-/// Hands answers out until there are no more.
+/// Delivers answers to their calls until there are no more.
 fn hear(socket: &UnixStream, waiting: &OpenCalls) {
     for line in BufReader::new(socket).lines() {
         let Ok(line) = line else { return };
@@ -186,7 +188,7 @@ fn hear(socket: &UnixStream, waiting: &OpenCalls) {
         };
         let unknown =
             || Err(unavailable(format!("the sublet command answered '{line}' to {call}")));
-        // Nobody waits any more where it took too long.
+        // If the answer was too late, no call waits for it any more.
         drop(say.send(answer.unwrap_or_else(unknown)));
     }
 }
@@ -206,11 +208,11 @@ impl Checkpointer for ByCommand {
     }
 }
 
-/// Makes the calls that come on `from` by `driver`, each on a thread of its own, and answers them on `to`. Until `from` ends, and the calls
-/// that are under way then.
+/// Makes the calls from `from` with `driver`, each on its own thread, and answers them on `to`. Returns when `from` and the calls
+/// under way have ended.
 ///
 /// # Errors
-/// When `from` cannot be read.
+/// `from` cannot be read.
 pub fn serve(
     from: impl BufRead,
     to: impl Write + Send,
@@ -231,7 +233,7 @@ pub fn serve(
                     Err(error) => format!("{number} no {}\n", error.to_string().replace('\n', " ")),
                 };
                 let mut to = lock(to);
-                // Who has asked may have gone.
+                // The calling process may have ended.
                 drop(to.write_all(said.as_bytes()).and_then(|()| to.flush()));
             };
             std::thread::Builder::new().spawn_scoped(scope, answer)?;

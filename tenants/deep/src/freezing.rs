@@ -1,9 +1,10 @@
-//! A deep pause, and the way back: the driver takes the contexts of a tenant's processes off the GPUs, by their process ids, when all of them stand paused.
+//! Deep pauses and their resumes. When all processes of a tenant are paused, the driver removes their contexts from the GPUs, by
+//! their process ids.
 //!
-//! No transaction more: whatever fails, the tenant stays paused, with all contents, and a resume brings it back. All processes are told
-//! first ([`Phase::Freeze`]), then locked, then checkpointed: one that knows calls the driver for nothing. What one process could not do is undone
-//! in the others. A coordinator that ends half-way leaves processes that stand deep, and the driver alone knows how far each has come; the
-//! next one asks it, and goes on from there.
+//! This is no further transaction: after any failure the tenant stays paused, with all contents, and a resume can run it again.
+//! All processes are told first ([`Phase::Freeze`]), then locked, then checkpointed. A process that was told makes no driver
+//! calls. If a step fails for one process, it is undone in the others. If a coordinator ends half-way, processes stay deep, and
+//! only the driver knows the state of each. The next coordinator queries the driver, and goes on from there.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,16 +27,16 @@ use sublet_protocol::wire::{FailureKind, MemberState, Phase, PhaseReport};
 const MPS_PIPE_DIR: &str = "/tmp/nvidia-mps";
 const MPS_PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY=";
 
-/// The process by its index, what came of a call about it, and how long that took.
+/// The index of a process, the result of a call about it, and the time of the call.
 type Made = (usize, Result<(), CheckpointError>, Duration);
 
-/// Some of a session's members in a phase, what the driver has done with each, and how long that took.
+/// Some of a session's members in a phase, with the result and the time of the driver's calls about each.
 struct Moved {
     phase: Phase,
     members: Vec<usize>,
     done: BTreeMap<usize, PhaseReport>,
     failures: Vec<MemberFailure>,
-    /// Those that were passed over, since the driver could not be asked where they stand, and why.
+    /// Members that were skipped because the driver could not report their state, and why.
     unseen: BTreeMap<usize, CheckpointError>,
 }
 
@@ -54,7 +55,7 @@ impl Moved {
 
     fn fail(&mut self, peers: &Peers, index: usize, error: &CheckpointError) {
         let kind = match error {
-            // How much is missing the driver does not say.
+            // The driver does not report how much is missing.
             CheckpointError::Driver { code: DriverCode::OUT_OF_MEMORY, .. }
                 if self.phase == Phase::Thaw =>
             {
@@ -70,11 +71,11 @@ impl Moved {
     }
 }
 
-/// [`Contexts`] by the driver's calls about other processes.
+/// An implementation of [`Contexts`] with the driver's calls about other processes.
 #[derive(Debug)]
 struct ByDriver(Arc<dyn Checkpointer>);
 
-/// The way to contexts by `driver`. Nothing is called yet.
+/// Returns the [`Contexts`] that `driver` serves. Calls nothing yet.
 pub fn contexts(driver: Arc<dyn Checkpointer>) -> Arc<dyn Contexts> {
     Arc::new(ByDriver(driver))
 }
@@ -143,14 +144,14 @@ impl Contexts for ByDriver {
     }
 }
 
-/// The id by which the driver is asked about a process. That of another pid namespace may be another process here.
+/// Returns the id of a process for the driver's calls. An id of another PID namespace may be another process here.
 fn known(pid_here: Option<u32>) -> Result<u32, CheckpointError> {
     pid_here.ok_or_else(|| {
         unavailable("it has no id in this pid namespace: use a command in its container, or outside of both".to_owned())
     })
 }
 
-/// Has `members` take `phase`, notes what they say, and returns those that have taken it.
+/// Lets `members` take `phase`, notes their answers, and returns those that have taken it.
 fn tell(leg: &mut Session<'_>, phase: Phase, members: &[usize], moved: &mut Moved) -> Vec<usize> {
     let told = leg.cast.take(&leg.round.question(phase), members, OnFailure::WaitForAll);
     moved.failures.extend(told.failures.into_iter().map(|(_, failure)| failure));
@@ -162,20 +163,21 @@ fn tell(leg: &mut Session<'_>, phase: Phase, members: &[usize], moved: &mut Move
 }
 
 impl ByDriver {
-    /// Takes the contexts of `members`, which stand paused, off the devices. What failed is in the report, and those members, and all others,
-    /// are paused as before.
+    /// Removes the contexts of `members`, which are paused, from the devices. The report has the failures. After a failure,
+    /// all members are paused as before.
     fn freeze(&self, leg: &mut Session<'_>, members: Vec<usize>) {
         let began = Instant::now();
         let Moved { phase, done, failures, .. } = self.take_off(leg, members);
         if failures.is_empty() {
             leg.report.add(leg.cast.summary(phase, began.elapsed(), done));
-            // The driver has taken that with the contexts.
+            // The driver has removed that memory with the contexts.
             leg.report.set_stays(Vec::new());
         }
         leg.report.not_deep = failures;
     }
 
-    /// Takes the contexts of `members` off the devices. Where that fails for one, all others are as before, as far as the driver does its part.
+    /// Removes the contexts of `members` from the devices. If that fails for one, it is undone in all others, as far as the
+    /// driver does its part.
     fn take_off(&self, leg: &mut Session<'_>, members: Vec<usize>) -> Moved {
         let mut moved = Moved::by(Phase::Freeze, members);
         tell(leg, Phase::Freeze, &moved.members.clone(), &mut moved);
@@ -183,7 +185,8 @@ impl ByDriver {
             self.checkpoint(leg, &mut moved);
         }
         if !moved.failures.is_empty() {
-            // All stand alike again, as far as that goes; a resume does the rest. One that has not answered in time may be ready by now.
+            // This brings all into the same state again, as far as possible; a resume does the rest. A process that has not
+            // answered in time may be ready by now.
             let up = |index: &usize| leg.cast.peers.is_up(*index);
             let asked = moved.members.iter().copied().filter(up).collect();
             let mut undone = Moved::by(Phase::Freeze, asked);
@@ -193,7 +196,7 @@ impl ByDriver {
         moved
     }
 
-    /// Locks all, then has all checkpointed. Stops behind the first step that failed for somebody.
+    /// Locks all, then checkpoints all. Stops after the first step that failed for any process.
     fn checkpoint(&self, leg: &Session<'_>, moved: &mut Moved) {
         let peers = &leg.cast.peers;
         let lock = Call::Lock(leg.cast.options.phase_timeout(Phase::Freeze));
@@ -206,7 +209,7 @@ impl ByDriver {
         }
     }
 
-    /// Brings contexts back from wherever each member is.
+    /// Restores the contexts of each member, whatever its state is.
     fn thaw(&self, leg: &mut Session<'_>, moved: &mut Moved) {
         let peers = &leg.cast.peers;
         self.make_each(peers, Call::Restore, ProcessState::Checkpointed, moved);
@@ -217,7 +220,7 @@ impl ByDriver {
         }
     }
 
-    /// The members that stand in state `wanted`, by the driver. The others have failed.
+    /// Returns the members that are in state `wanted`, by the driver. The others are noted as failed.
     fn arrived(&self, peers: &Peers, wanted: ProcessState, moved: &mut Moved) -> Vec<usize> {
         let mut arrived = moved.members.clone();
         arrived.retain(|index| {
@@ -235,7 +238,7 @@ impl ByDriver {
         arrived
     }
 
-    /// Makes one call about each member that is where the call needs it, at the same time, and waits for all, with a deadline.
+    /// Makes one call, in parallel, about each member in state `from`. Waits for all, with a deadline.
     fn make_each(&self, peers: &Peers, call: Call, from: ProcessState, moved: &mut Moved) {
         let mut ready = moved.members.clone();
         ready.retain(|index| {
@@ -273,8 +276,7 @@ impl ByDriver {
         }
     }
 
-    /// Makes one call on a thread of its own, which says what came of it. Not one after the other: each takes some 0.4 s and
-    /// more.
+    /// Makes one call on its own thread, which sends the result. Calls run in parallel because each takes some 0.4 s and more.
     fn begin(&self, call: Call, (index, pid): (usize, u32), say: &Sender<Made>) -> io::Result<()> {
         let driver = Arc::clone(&self.0);
         let (say, say_so, began) = (say.clone(), say.clone(), Instant::now());
@@ -294,7 +296,7 @@ impl ByDriver {
     }
 }
 
-/// Fails with what keeps the driver from taking the contexts of process `pid` away, or from bringing them back.
+/// Fails with the reason if the driver cannot remove or restore the contexts of process `pid`.
 fn check(driver: &dyn Checkpointer, pid: u32) -> Result<(), String> {
     if let Some(tracer) = tracer_of(&PathBuf::from(format!("/proc/{pid}/status"))) {
         return Err(format!("process {tracer} traces it (a debugger?): end that first"));

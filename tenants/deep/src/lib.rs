@@ -1,5 +1,5 @@
-//! Deep pauses: the driver takes the contexts of a tenant's processes off the GPUs behind a pause, and brings them back before a resume.
-//! The coordinator knows of it by its door, [`sublet_coordinator::Contexts`].
+//! Deep pauses: the driver removes the contexts of a tenant's processes from the GPUs after a pause, and restores them before a
+//! resume. The coordinator uses this crate through the trait [`sublet_coordinator::Contexts`].
 
 #![forbid(unsafe_code)]
 
@@ -16,10 +16,10 @@ pub use freezing::contexts;
 /// The time limit of a checkpoint or a restore, for which the driver has no timeout. By what was measured, it is enough
 /// for 8 TiB of pinned host memory.
 const DRIVER_TIMEOUT: Duration = Duration::from_mins(3);
-/// Beyond the timeout that the driver is told, for its answer.
+/// The time for an answer, in addition to the timeout that the driver gets.
 const ANSWER_MARGIN: Duration = Duration::from_secs(5);
 
-/// The time that a call may take.
+/// Returns the longest time of a call.
 fn limit(call: Call) -> Duration {
     match call {
         Call::Lock(timeout) => timeout + ANSWER_MARGIN,
@@ -27,7 +27,7 @@ fn limit(call: Call) -> Duration {
     }
 }
 
-/// The word for a call, by which reports list its time.
+/// Returns the name of a call, under which reports list its time.
 fn word(call: Call) -> &'static str {
     match call {
         Call::Lock(_) => "lock",

@@ -1,6 +1,6 @@
-//! A process writes what a pause has saved of it to files. Runs on the worker thread, a while at a time, so that no
-//! step of a pause or resume comes between; one that does ends it. One that stands paused gives host memory to others in the same way:
-//! its saved contents go to a file of its own.
+//! Writes the saved contents of a process to files. This runs on the worker thread in short steps, so no step of a pause or
+//! resume runs during one of them. A pause or resume ends the writing. A paused process frees host memory for others in the same
+//! way: its saved contents go to a file of its own.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,10 +25,10 @@ use sublet_protocol::wire::{
     SpillStep,
 };
 
-/// No step takes longer, but for the last piece that it writes.
+/// The longest time of a step, except for its last piece.
 const STEP_MAX: Duration = Duration::from_secs(10);
 
-/// The part of a member's worker.
+/// The part of a member's worker thread that writes files.
 #[derive(Debug)]
 pub(super) struct Worker<D: Driver> {
     pub(super) member: Arc<Member<D>>,
@@ -36,16 +36,16 @@ pub(super) struct Worker<D: Driver> {
     pub(super) saving: Option<Saving>,
 }
 
-/// Files that are being written. Dropping it removes what is not whole.
+/// Files that are being written. Dropping it removes incomplete files.
 #[derive(Debug)]
 pub(super) struct Saving {
-    /// The connection that asked.
+    /// The connection that requested the files.
     connection: u64,
     dir: SaveDir,
     process: ProcessName,
     account: SaveAccount,
     holdings: Vec<Holding>,
-    /// Made by the first step that writes.
+    /// Created by the first step that writes.
     out: Option<WriteOut>,
     is_whole: bool,
 }
@@ -87,7 +87,7 @@ impl<D: Driver> Desk for Worker<D> {
     }
 
     fn spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Result<Reply, Failure> {
-        // It moves what is being written. A question moves nothing.
+        // The step moves contents that are being written. A query (0 bytes) moves nothing.
         if step.most_bytes > 0 {
             self.stop();
         }
@@ -133,10 +133,10 @@ impl<D: Driver> Desk for Worker<D> {
 
 impl<D: Driver> Worker<D> {
     fn begin_save(&mut self, connection: u64, dir: SaveDir) -> SaveProgress {
-        // The asking process holds the tenant's lock, so one that began before has lost it, and has ended.
+        // The requesting process holds the tenant's lock. So an earlier one has lost the lock, and has ended.
         self.saving = None;
         let info = self.member.info();
-        // Where not all is away, the rest is as the work behind the last whole pause has left it.
+        // If only a part is paused, the rest is as the work since the last whole pause has left it.
         let runs = info.state == MemberState::Active || info.stands_without.is_some();
         let standing = if runs { Stance::Runs } else { Stance::StandsStill };
         let holdings = self.member.pool().holdings().inventory(standing);
@@ -173,8 +173,8 @@ impl Saving {
         format!("{FILE_PREFIX}{}-{}.{extension}", self.process.pid, self.process.member)
     }
 
-    /// Writes contents until `until`. When all are in their file, and that has its name, it writes the map of them: all is whole
-    /// then.
+    /// Writes contents until `until`. When the file has all contents and its final name, writes their map. Then the save is
+    /// complete.
     fn write_on<D: Driver>(
         &mut self,
         pool: &Pool<D>,
@@ -215,7 +215,7 @@ impl Saving {
             };
             let written = self.out.as_ref().and_then(|out| out.written(index));
             if written.is_none() && !holding.saved_parts.is_empty() {
-                // Its application has freed it meanwhile.
+                // The application has freed the allocation meanwhile.
                 continue;
             }
             allocations.push(SavedAllocation {

@@ -1,7 +1,7 @@
-//! The directory that saved contents are written to: ours alone, and the same one for all who write.
+//! The directory for saved contents. It is private to the user, and the same for all writing processes.
 //!
-//! Names are used only inside the open directory, never the path again. A file is written under a name that ends in
-//! `.part` and gets its own when it is whole.
+//! Files are named relative to the open directory; its path is not used again. A file has a name that ends in `.part` until it is
+//! complete.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
@@ -21,7 +21,7 @@ use sublet_protocol::saving::{DirName, SaveDirError};
 /// The beginning of the names of a process's files.
 pub(super) const FILE_PREFIX: &str = "process-";
 
-/// The end of the name of a file that is not whole yet.
+/// The end of the name of an incomplete file.
 pub const PART_SUFFIX: &str = ".part";
 
 /// The open directory.
@@ -29,12 +29,12 @@ pub const PART_SUFFIX: &str = ".part";
 pub(super) struct SaveDir {
     dir: File,
     path: PathBuf,
-    /// Was it made for this?
+    /// Was the directory created for this save?
     is_new: bool,
 }
 
 impl SaveDir {
-    /// The directory at `path`, which is made when it is not there. It must be empty.
+    /// Opens the directory at `path`, and creates it if need be. It must be empty.
     pub(super) fn prepare(path: &Path) -> Result<Self, SaveDirError> {
         let failed =
             |operation, source| SaveDirError::Io { operation, path: path.to_owned(), source };
@@ -52,7 +52,7 @@ impl SaveDir {
         Ok(dir)
     }
 
-    /// The directory that another process has named.
+    /// Opens the directory that another process has named.
     pub(super) fn open(name: &DirName) -> Result<Self, SaveDirError> {
         let path = PathBuf::from(OsStr::from_bytes(&name.path));
         if !path.is_absolute() {
@@ -90,7 +90,7 @@ impl SaveDir {
         &self.path
     }
 
-    /// For [`SaveDir::open`].
+    /// Returns the name for [`SaveDir::open`] in another process.
     pub(super) fn name(&self) -> Result<DirName, SaveDirError> {
         let status = self.status()?;
         let path = self.path.clone().into_os_string().into_vec();
@@ -101,19 +101,19 @@ impl SaveDir {
         self.dir.metadata().map_err(|error| self.failed("looking at", "", error))
     }
 
-    /// Bytes that its filesystem has free.
+    /// Returns the free bytes of its filesystem.
     pub(super) fn free_bytes(&self) -> Result<u64, SaveDirError> {
         let space = fstatvfs(&self.dir);
         let space = space.map_err(|errno| self.failed("looking at", "", errno.into()))?;
         Ok(space.blocks_available().saturating_mul(space.fragment_size()))
     }
 
-    /// The path of what is called `name` in it, for this process.
+    /// Returns a path of the entry `name`, valid in this process.
     fn inside(&self, name: impl AsRef<Path>) -> PathBuf {
         Path::new("/proc/self/fd").join(self.dir.as_raw_fd().to_string()).join(name)
     }
 
-    /// The names of all that is in it.
+    /// Returns the names of all entries.
     pub(super) fn names(&self) -> Result<Vec<OsString>, SaveDirError> {
         let entries = fs::read_dir(self.inside("")).and_then(|entries| {
             entries.map(|entry| entry.map(|entry| entry.file_name())).collect()
@@ -121,7 +121,7 @@ impl SaveDir {
         entries.map_err(|error| self.failed("reading", "", error))
     }
 
-    /// A new file that will be called `name` once it is whole.
+    /// Creates a file that will be called `name` once it is complete.
     pub(super) fn create_part(&self, name: &str) -> Result<File, SaveDirError> {
         let mut new = OpenOptions::new();
         let made = new.read(true).write(true).create_new(true).mode(0o600);
@@ -129,7 +129,7 @@ impl SaveDir {
         made.map_err(|error| self.failed("making", name, error))
     }
 
-    /// The file that was made for `name` is whole.
+    /// Gives the complete file its name `name`.
     pub(super) fn finish_part(&self, name: &str) -> Result<(), SaveDirError> {
         let named = fs::rename(self.inside(part_of(name)), self.inside(name));
         let named = named.and_then(|()| match self.dir.sync_all() {
@@ -142,7 +142,7 @@ impl SaveDir {
         named.map_err(|error| self.failed("naming", name, error))
     }
 
-    /// Writes a small file as a whole.
+    /// Writes a small, complete file.
     pub(super) fn write_whole(&self, name: &str, bytes: &[u8]) -> Result<(), SaveDirError> {
         let failed = |source| self.failed("writing", name, source);
         check_file_length(bytes.len() as u64).map_err(failed)?;
@@ -151,7 +151,7 @@ impl SaveDir {
         self.finish_part(name)
     }
 
-    /// Removes those of our files in it whose names `choose` picks.
+    /// Removes our files whose names `choose` picks.
     pub(super) fn remove_all(&self, choose: impl Fn(&str) -> bool) {
         let names = self.names().unwrap_or_default();
         let ours = |name: &&str| name.starts_with(FILE_PREFIX) || name.starts_with(TENANT_MAP);
@@ -163,7 +163,7 @@ impl SaveDir {
         }
     }
 
-    /// Nothing is to be kept: removes all that we have put into it, and itself when it was made for this.
+    /// Removes all our files, and the directory itself if it was created for this save.
     pub(super) fn undo(&self) {
         self.remove_all(|_| true);
         if self.is_new

@@ -1,4 +1,4 @@
-//! The memory of the machine and of the control groups of this process, as the kernel says it, and what it leaves.
+//! The memory figures of the machine and of this process's control groups, from the kernel.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -6,9 +6,10 @@ use std::path::Path;
 
 use sublet_protocol::host_memory::{GroupIdentity, HostLimit, LimitKind};
 
-/// Limits that one process reports; control groups are nested a few levels deep.
+/// The most nested control groups that are read. They are usually nested a few levels deep.
 const CGROUP_DEPTH_MAX: usize = 32;
-/// Version 1 writes "no limit" as the largest multiple of a page; nothing real comes near.
+/// The least limit that counts as no limit. Version 1 writes "no limit" as the largest multiple of a page. No real limit is near
+/// that.
 const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
 
 /// Memory of the machine, or of a control group, at one moment.
@@ -16,19 +17,19 @@ const UNLIMITED_BYTES_MIN: u64 = 1 << 60;
 pub struct HostFigure {
     /// The machine, as [`LimitKind::Available`], or the control group.
     pub kind: LimitKind,
-    /// All of it, in bytes.
+    /// The total, in bytes.
     pub total_bytes: u64,
-    /// Bytes that may still be taken.
+    /// Bytes that may still be allocated.
     pub available_bytes: u64,
 }
 
 impl HostFigure {
-    /// Returns the bytes that background work leaves for everybody else: a tenth of all.
+    /// Returns the bytes that background work leaves free for others: a tenth of the total.
     pub fn reserve_bytes(&self) -> u64 {
         self.total_bytes / 10
     }
 
-    /// Returns the bytes that background work may take.
+    /// Returns the bytes that background work may allocate.
     pub fn spare_bytes(&self) -> u64 {
         self.available_bytes.saturating_sub(self.reserve_bytes())
     }
@@ -36,17 +37,16 @@ impl HostFigure {
 
 /// Returns the limits on this process's host memory now.
 ///
-/// `configured_bytes`, when given, is the user's word for the whole tenant and takes the place of the kernel's
-/// own figure: on machines that grow their memory as it is used, that is far too low. The limits of control
-/// groups hold all the same: who exceeds one is killed.
+/// `configured_bytes`, if given, is the user's limit for the whole tenant. It replaces the kernel's figure, which is far too low
+/// on machines that grow their memory on use. The limits of control groups still hold: a process that exceeds one is killed.
 pub fn limits(configured_bytes: Option<u64>) -> Vec<HostLimit> {
     let configured = configured_bytes.map(|bytes| HostLimit { kind: LimitKind::Configured, bytes });
     let others = figures(configured_bytes).into_iter().map(HostLimit::from);
     configured.into_iter().chain(others).collect()
 }
 
-/// Memory of the machine and of the control groups of this process, now. Without the machine's where the user's word
-/// stands in its place ([`limits`]).
+/// Returns the present memory figures of the machine and of this process's control groups. With `configured_bytes`, the machine's
+/// figure is left out ([`limits`]).
 pub fn figures(configured_bytes: Option<u64>) -> Vec<HostFigure> {
     let machine = match configured_bytes {
         Some(_) => None,
@@ -76,7 +76,7 @@ fn bytes_of(name: &str, meminfo: &str) -> Option<u64> {
 struct Version {
     limit: &'static str,
     usage: &'static str,
-    /// Page cache, which the kernel gives up first.
+    /// The page cache, which the kernel frees first.
     cache: [&'static str; 2],
 }
 
@@ -91,7 +91,7 @@ const V2: Version = Version {
     cache: ["inactive_file", "active_file"],
 };
 
-/// Memory of all control groups that `membership` (`/proc/self/cgroup`) names, and of those around them.
+/// Returns the memory of all control groups that `membership` (`/proc/self/cgroup`) names, and of their parents.
 fn control_groups(membership: &str, mount: &Path) -> Vec<HostFigure> {
     let mut found = Vec::new();
     for line in membership.lines() {
@@ -107,7 +107,7 @@ fn control_groups(membership: &str, mount: &Path) -> Vec<HostFigure> {
             continue;
         };
         let own = root.join(path.trim_start_matches('/'));
-        // In a container the path may be the machine's, and the group itself mounted as the root.
+        // In a container the path may be the machine's, while the group itself is mounted as the root.
         let own = if own.is_dir() { own } else { root.clone() };
         let around = own.ancestors().take_while(|dir| dir.starts_with(&root));
         found.extend(around.take(CGROUP_DEPTH_MAX).filter_map(|dir| figure_of(dir, &version)));

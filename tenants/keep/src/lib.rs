@@ -1,4 +1,4 @@
-//! Saved contents and host memory, outside of the pauses and resumes of tenants, which know nothing of it.
+//! Work on saved contents and host memory outside of pauses and resumes, which know nothing of it.
 //!
 //! ```text
 //!   save     what is saved goes to files, with maps of it: `save` asks, and the `desk` of each process writes
@@ -6,7 +6,7 @@
 //!   prepare  the host memory of the next pause comes in before it: `prepare` asks, and `prefault` of each process does it
 //! ```
 //!
-//! A process joins by [`join`], and a coordinator has [`room`] in its options. `save` writes:
+//! A process joins a tenant with [`join`], and a coordinator gets [`room`] in its options. `save` writes:
 //!
 //! ```text
 //!   DIR/tenant.json                      which processes, written last
@@ -14,8 +14,8 @@
 //!   DIR/process-4242-<member>.bin        the bytes
 //! ```
 //!
-//! A tenant whose resume cannot succeed keeps what it has saved, but only its own processes can read that. So each
-//! writes its own to a file, with a map of it; the coordinator writes the map of all.
+//! A tenant that cannot be resumed keeps its saved contents, but only its own processes can read them. So each process writes its
+//! contents to a file, with a map. The coordinator writes the map of all processes.
 
 #![forbid(unsafe_code)]
 

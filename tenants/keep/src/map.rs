@@ -10,9 +10,9 @@ use vmm_pool::Contents;
 use sublet_protocol::saving::SaveAccount;
 use sublet_protocol::wire::{MemberInfo, MemberState};
 
-/// The name of the format, by which a map says what it is.
+/// The name of the format, which every map contains.
 pub const FORMAT: &str = "sublet-save";
-/// Changes when a reader of the version before would misread a map.
+/// The version of the format. It changes when readers of the version before would misread a map.
 pub const VERSION: u32 = 1;
 /// The name of the map of all processes.
 pub const TENANT_MAP: &str = "tenant.json";
@@ -93,19 +93,19 @@ pub struct ProcessMap {
     pub version: u32,
     /// The tenant's name.
     pub tenant: String,
-    /// The process that it is the map of.
+    /// The process whose map this is.
     pub process: ProcessName,
-    /// The name of its file with contents; none when it had none.
+    /// The name of its file with contents; none if it had no contents.
     pub data: Option<String>,
-    /// The memory that it had, in bytes.
+    /// The memory of the process, in bytes.
     pub account: SaveAccount,
     /// Its own memory.
     pub allocations: Vec<SavedAllocation>,
-    /// Memory of other processes that it had mapped; their owners save it.
+    /// Mapped memory of other processes; their owners save it.
     pub imports: Vec<ImportedAllocation>,
 }
 
-/// Memory of a process's own.
+/// Memory that the process owns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedAllocation {
     /// Its identity, the same in every process that has it.
@@ -122,17 +122,17 @@ pub struct SavedAllocation {
     pub bytes: u64,
     /// The mappings that it had.
     pub addresses: Vec<MappedAt>,
-    /// The place of its first byte in the file with contents; none when nothing of it is saved.
+    /// The offset of its first byte in the file with contents; none if nothing of it is saved.
     pub file_offset: Option<u64>,
-    /// Parts that are saved; the rest of its place in the file is a hole.
+    /// Parts that are saved. The rest of its range in the file is a hole.
     pub saved: Vec<Part>,
     /// Parts that are not.
     pub not_saved: Vec<Part>,
-    /// Why not, when nothing is saved.
+    /// The reason, if nothing is saved.
     pub why_not: Option<WhyNot>,
-    /// CRC-32 of zlib, of the saved parts one behind the other, as eight hexadecimal digits.
+    /// The CRC-32 of zlib over the concatenated saved parts, as eight hexadecimal digits.
     pub crc32: Option<String>,
-    /// The identities of processes that have imported it, as far as is known.
+    /// The known identities of processes that have imported it.
     pub importers: Vec<String>,
 }
 
@@ -149,7 +149,7 @@ pub struct ImportedAllocation {
     pub bytes: u64,
     /// The mappings that it had.
     pub addresses: Vec<MappedAt>,
-    /// The identity of the process that owns it; none when that has ended and was given up, or is not under Sublet.
+    /// The identity of the process that owns it. None if that process has ended and was given up, or does not run under Sublet.
     pub owner: Option<String>,
 }
 
@@ -162,7 +162,7 @@ pub struct DeviceName {
     pub ordinal: i32,
 }
 
-/// A mapping, from the first byte of its allocation on.
+/// A mapping that begins at the first byte of its allocation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MappedAt {
     /// The first address, as `0x` and hexadecimal digits.
@@ -174,21 +174,21 @@ pub struct MappedAt {
 /// Part of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// From the allocation's first byte on.
+    /// The offset from the allocation's first byte.
     pub offset: u64,
     /// Its length, in bytes.
     pub bytes: u64,
 }
 
-/// Why nothing of an allocation is saved.
+/// A reason why nothing of an allocation is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WhyNot {
-    /// It is where it belongs, on its device or the host: nothing has taken it away.
+    /// The contents are in place, on the device or the host: no pause has removed them.
     InPlace,
     /// Its contents were to be discarded.
     Discarded,
-    /// Its application said that it holds nothing of worth.
+    /// The application marked the contents as not needed.
     Unused,
 }
 
@@ -198,7 +198,7 @@ impl From<&Range<u64>> for Part {
     }
 }
 
-/// Returns what `parts` leave of `[0, size_bytes)`. They are in order and apart.
+/// Returns the gaps that `parts` leave in `[0, size_bytes)`. `parts` are in order and do not overlap.
 pub fn rest_of(parts: &[Range<u64>], size_bytes: u64) -> Vec<Part> {
     let begins = std::iter::once(0).chain(parts.iter().map(|part| part.end));
     let ends = parts.iter().map(|part| part.start).chain(std::iter::once(size_bytes));

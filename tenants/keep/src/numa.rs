@@ -1,20 +1,20 @@
-//! On which NUMA node a device is.
+//! The NUMA node of a device.
 
 use std::fs;
 use std::path::Path;
 
 use vmm_pool::driver::PciAddress;
 
-/// The NUMA node of the device at `address`, as `sys` (`/sys`) has it. None where the machine has one node only, or does
-/// not say.
+/// Returns the NUMA node of the device at `address`, read from `sys` (`/sys`). None if the machine has only one node, or does not
+/// report it.
 pub fn node_of(sys: &Path, address: PciAddress) -> Option<u32> {
     let nodes = fs::read_to_string(sys.join("devices/system/node/online")).ok()?;
-    // One number, where there is one: others are listed as in "0-1" and "0,2".
+    // A single node is listed as one number; several are listed as "0-1" or "0,2".
     if nodes.trim().parse::<u32>().is_ok() {
         return None;
     }
     let path = sys.join("bus/pci/devices").join(address.to_string()).join("numa_node");
-    // -1 says that nobody knows.
+    // -1 means that the node is not known; it does not parse.
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 

@@ -1,7 +1,7 @@
-//! Host memory for the next pause, brought in while the application runs, and given back when the machine is short.
+//! Host memory for the next pause: allocated while the application runs, and freed when the machine is short of memory.
 //!
-//! A thread of low priority does either, as long as there is something to do, and takes one chunk at a time: between two it
-//! looks whether the process runs, how much may be held, and whether somebody has called it off.
+//! A thread of low priority does both, one chunk at a time, as long as there is work. Between two chunks it checks whether the
+//! process runs, how much may be held, and whether it was called off.
 //!
 //! Lock order: `state` is a leaf.
 
@@ -24,16 +24,16 @@ use sublet_protocol::run_dir::pause_thread;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{Failure, FailureKind, HostProgress, HostStage, HostStep};
 
-/// When it has come to an end before all was there, a process that prepares by itself tries again after this long.
+/// The time after which a process that prepares automatically tries again, if the last try ended early.
 const AGAIN_AFTER: Duration = Duration::from_mins(1);
-/// Between two tries while a pause or resume is under way.
+/// The time between two tries while a pause or resume is under way.
 const REST: Duration = Duration::from_millis(50);
-/// The longest time that the process's end waits for a driver call of ours.
+/// The longest time for which the end of the process waits for a driver call of ours.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// The lowest priority: the application comes first.
 const NICE: i32 = 19;
 
-/// See the head of this module.
+/// The state of this process's preparation. See the documentation of this module.
 #[derive(Debug)]
 struct Prefault<D: Driver> {
     pool: Arc<Pool<D>>,
@@ -44,7 +44,7 @@ struct Prefault<D: Driver> {
 
 #[derive(Debug, Default)]
 struct State {
-    /// While a thread brings memory in.
+    /// The goal, while a thread allocates memory.
     goal: Option<Goal>,
     gives_back: bool,
     progress: HostProgress,
@@ -52,21 +52,21 @@ struct State {
     pressure: Pressure,
 }
 
-/// The host memory that is being brought in.
+/// The host memory that is being allocated.
 #[derive(Clone, Copy, Debug)]
 struct Goal {
     most_bytes: u64,
     begun: Instant,
 }
 
-/// The state of a process that prepares by itself, between two looks.
+/// The state between two looks of a process that prepares automatically.
 #[derive(Debug, Default)]
 struct Calm {
     wanted_bytes: u64,
     not_before: Option<Instant>,
 }
 
-/// Joins the tenant, as [`Member::join`] does, with all that this crate does.
+/// Joins the tenant, as [`Member::join`] does, and adds the services of this crate.
 ///
 /// # Errors
 /// [`JoinError`]; nothing is left behind.
@@ -87,7 +87,7 @@ impl<D: Driver> Keeping<D> for Prefault<D> {
             HostStep::Need => return self.need(),
             HostStep::Look => {}
             HostStep::Begin => self.bring_in(u64::MAX),
-            // At the next chunk.
+            // The thread ends before its next chunk.
             HostStep::CallOff => {
                 lock(&self.state).goal.iter_mut().for_each(|goal| goal.most_bytes = 0);
             }
@@ -95,8 +95,8 @@ impl<D: Driver> Keeping<D> for Prefault<D> {
         self.progress()
     }
 
-    /// Gives idle memory back where the machine is short of it, and begins without a request where as much has been missing for
-    /// a while.
+    /// Frees idle memory if the machine is short of it. Begins to allocate without a request if the missing size has been the
+    /// same for a while.
     fn look(self: Arc<Self>) {
         if self.pool.host_memory().holds_idle_memory() {
             let figures = self.figures();
@@ -123,13 +123,13 @@ impl<D: Driver> Keeping<D> for Prefault<D> {
 }
 
 impl<D: Driver> Prefault<D> {
-    /// Returns the progress so far. Waits for nothing.
+    /// Returns the progress so far. Does not block.
     fn progress(&self) -> HostProgress {
         let HostStanding { held_bytes, wanted_bytes, .. } = self.pool.host_memory().standing();
         HostProgress { held_bytes, wanted_bytes, ..lock(&self.state).progress.clone() }
     }
 
-    /// Returns the progress, with the need for memory that is missing and the limits on it.
+    /// Returns the progress, with the missing memory and the limits on it.
     fn need(&self) -> HostProgress {
         let progress = self.progress();
         let HostProgress { held_bytes, wanted_bytes, .. } = progress;
@@ -146,7 +146,7 @@ impl<D: Driver> Prefault<D> {
         HostProgress { need: Some(need), ..progress }
     }
 
-    /// Has host memory of the next pause brought in, up to so much.
+    /// Starts a thread that allocates host memory of the next pause, up to `most_bytes`.
     fn bring_in(self: &Arc<Self>, most_bytes: u64) {
         {
             let mut state = lock(&self.state);
@@ -163,7 +163,7 @@ impl<D: Driver> Prefault<D> {
         self.spawn(|own| while !own.presence.has_left() && own.bring_one_in() {});
     }
 
-    /// Has idle host memory given back, as long as the machine is short.
+    /// Starts a thread that frees idle host memory while the machine is short of it.
     fn give_back(self: &Arc<Self>) {
         if !std::mem::replace(&mut lock(&self.state).gives_back, true) {
             self.spawn(Self::give_idle_memory_back);
@@ -191,7 +191,7 @@ impl<D: Driver> Prefault<D> {
         }
     }
 
-    /// There is no thread for it, or no more.
+    /// Notes the failure: the thread could not start, or has ended.
     fn has_ended(&self, why: fmt::Arguments<'_>) {
         let failure = FailureKind::OutOfHostMemory.because(format!("process {PID}: {why}"));
         let mut state = lock(&self.state);
@@ -199,7 +199,7 @@ impl<D: Driver> Prefault<D> {
         state.progress.stage = HostStage::Stopped(failure);
     }
 
-    /// Brings in one chunk of what is missing, as far as it may. False when that was the last.
+    /// Allocates one missing chunk, within the limits. Returns false if that was the last.
     fn bring_one_in(&self) -> bool {
         let Some(goal) = lock(&self.state).goal else { return false };
         let host = self.pool.host_memory();
@@ -228,7 +228,7 @@ impl<D: Driver> Prefault<D> {
             Err(error) => Some(refusal_of(&error)),
         };
         if state.goal.is_some_and(|now| now.most_bytes > goal.most_bytes) {
-            // Somebody has requested more meanwhile.
+            // More was requested meanwhile.
             return true;
         }
         state.goal = None;
@@ -241,11 +241,12 @@ impl<D: Driver> Prefault<D> {
         self.settings.host_figures.map_or_else(Vec::new, |figures| figures())
     }
 
-    /// Up to how much may be held now, by what limits it most; none without a limit. `held_bytes` are held.
+    /// Returns the lowest limit on the bytes that may be held now, with its kind; none without a limit. `held_bytes` are held
+    /// already.
     fn room(&self, held_bytes: u64) -> Option<(u64, LimitKind)> {
         let limits = (self.presence.config().host_limits)().into_iter();
         let configured = limits.filter(|limit| limit.kind == LimitKind::Configured);
-        // It is the whole tenant's, and another process may need as much.
+        // The limit is the whole tenant's, and another process may need as much.
         let share = configured.map(|limit| (limit.bytes / self.presence.members(), limit.kind));
         let figures = self.figures().into_iter().map(|figure: HostFigure| {
             (held_bytes.saturating_add(figure.spare_bytes()), figure.kind)
@@ -253,7 +254,7 @@ impl<D: Driver> Prefault<D> {
         share.chain(figures).min_by_key(|(most_bytes, _)| *most_bytes)
     }
 
-    /// Gives one chunk after the other of idle host memory back while the machine is short.
+    /// Frees idle host memory, chunk by chunk, while the machine is short of it.
     fn give_idle_memory_back(&self) {
         let (host, mut given_bytes) = (self.pool.host_memory(), 0);
         loop {
@@ -277,7 +278,7 @@ impl<D: Driver> Prefault<D> {
     }
 }
 
-/// The refusal to hold more than `most_bytes` ahead.
+/// Returns the failure for more than `most_bytes` held ahead of a pause.
 fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure {
     let next = match kind {
         LimitKind::Configured => "raise it: each process of the tenant has its share",
@@ -292,7 +293,7 @@ fn refusal((most_bytes, kind): &(u64, LimitKind), wanted_bytes: u64) -> Failure 
 }
 
 impl Calm {
-    /// Is as much missing as at the last look, and no try too recent?
+    /// Is the missing size the same as at the last look, and the last try not too recent?
     fn is_due(&mut self, standing: HostStanding, most_bytes: u64) -> bool {
         let HostStanding { held_bytes, wanted_bytes, next_bytes } = standing;
         let is_calm = std::mem::replace(&mut self.wanted_bytes, wanted_bytes) == wanted_bytes;
@@ -301,7 +302,7 @@ impl Calm {
     }
 }
 
-/// Why a chunk did not come in, and what limits that may be.
+/// Returns the reason why a chunk could not be allocated, and the limit behind it.
 fn refusal_of(error: &PoolError) -> Failure {
     let mut failure = pool_failure(error);
     if let PoolError::Driver { source, .. } = error

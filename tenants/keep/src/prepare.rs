@@ -1,7 +1,7 @@
-//! Has every process of a tenant bring in the host memory that its next pause takes, while the application runs.
+//! Lets every process of a tenant allocate the host memory of its next pause, while the application runs.
 //!
-//! It takes no part in pauses and resumes: it holds no lock, and one of them may come at any time. Each process goes on by
-//! itself once it has been asked, also when the asker ends.
+//! It takes no part in pauses and resumes: it holds no lock, and one of them may begin at any time. After the request each
+//! process goes on alone, even if the requester ends.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use sublet_protocol::host_memory::shortage;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::{HostProgress, HostStage, HostStep};
 
-/// Between two looks at how far the processes are.
+/// The time between two looks at the progress of the processes.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// One process.
@@ -44,7 +44,7 @@ pub struct PrepareReport {
 }
 
 impl PrepareReport {
-    /// Is all there that every process wanted?
+    /// Has every process got all the memory that it wanted?
     pub fn is_complete(&self) -> bool {
         let is_there = |process: &PreparedProcess| {
             process.host.stage == HostStage::Rests
@@ -54,12 +54,12 @@ impl PrepareReport {
     }
 }
 
-/// Has every process bring in the host memory that a pause of now would take, at low priority, and waits until all is there,
-/// `until` then at most: what is missing comes in afterwards. `progress` is told about all processes each time one of them says something. Pauses and resumes may come
-/// at any time.
+/// Lets every process allocate the host memory that a pause would need now, at low priority. Waits until all is allocated, but no
+/// longer than `until`; the rest is allocated afterwards. `progress` is called with all processes each time one of them reports.
+/// Pauses and resumes may begin at any time.
 ///
 /// # Errors
-/// [`Trouble`]. Where some processes come to an end before all is there, it succeeds and says which and why.
+/// [`Trouble`]. If some processes stop before all is allocated, it succeeds, and the result says which and why.
 pub fn prepare(
     coordinator: &Coordinator,
     until: Option<Instant>,
@@ -105,7 +105,7 @@ pub fn prepare(
     })
 }
 
-/// Has `members` take a step, and notes what they say.
+/// Lets `members` take a step, and notes their answers.
 fn ask_host(
     coordinator: &Coordinator,
     all: &mut Everybody,
@@ -124,7 +124,7 @@ fn ask_host(
     Ok(())
 }
 
-/// All that have said something, by process id.
+/// Returns all processes that have answered, by process id.
 fn processes(peers: &Peers, said: &BTreeMap<usize, HostProgress>) -> Vec<PreparedProcess> {
     let each = said.iter().filter_map(|(&index, said)| {
         let command = peers.info(index)?.command.clone();

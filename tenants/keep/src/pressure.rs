@@ -2,15 +2,15 @@
 
 use crate::figures::HostFigure;
 
-/// Whether idle host memory is to be given back. It begins when less than a twentieth of some memory is available, and
-/// ends when a tenth of all of them is: a figure that hovers changes nothing.
+/// The decision whether idle host memory is to be freed. It begins when less than a twentieth of any memory is available, and
+/// ends when a tenth of each is. So a figure that varies a little changes nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Pressure {
     is_short: bool,
 }
 
 impl Pressure {
-    /// Looks at the figures of now. Some is what is short, while idle memory is to be given back.
+    /// Looks at the present figures. Returns the one that is short, while idle memory is to be freed.
     pub(super) fn look<'a>(&mut self, figures: &'a [HostFigure]) -> Option<&'a HostFigure> {
         let was_short = self.is_short;
         let enough =

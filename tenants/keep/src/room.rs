@@ -1,14 +1,15 @@
-//! Room in host memory for a pause that has none: saved contents of the tenant that has been paused for longest go to its file,
-//! where its processes have opted in.
+//! Makes room in host memory for a pause that lacks it. Saved contents of the longest paused tenant go to its file, if its
+//! processes have opted in.
 //!
-//! The coordinator of a pause does it between two tries, when all processes of its own tenant run again. It takes the other tenant's lock
-//! only where that is free, since it has a lock already, and for one step at a time, so that a command that wants that tenant itself comes in between. All of
-//! it has a deadline. Whatever it has come to when it ends, all contents are in host memory or in the file.
+//! The coordinator of a pause does this between two tries, when all processes of its own tenant run again. It takes the other
+//! tenant's lock only if the lock is free, because it has a lock already. It holds that lock for one step at a time, so that a
+//! command on the other tenant can come between. All of this has a deadline. Whenever it ends, all contents are in host memory or
+//! in the file.
 //!
-//! All that moves lies in the arena behind all that stays: host memory goes back from the arena's end, in chunks. An
-//! allocation moves as a whole: its file is on the disk before it counts as saved there. A step is about 1 GiB, and
-//! ends soon after its asker's connection closes. An allocation whose place somebody was given to read does not move. A
-//! resume reads each allocation from the store that it lies in.
+//! Allocations that move are stored in the arena after those that stay, because host memory is freed from the arena's end, in
+//! chunks. An allocation moves as a whole: its file is on the disk before it counts as saved there. A step is about 1 GiB, and
+//! ends soon after its requester's connection closes. An allocation whose location a reader has got does not move. A resume reads
+//! each allocation from its store.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -23,34 +24,34 @@ use sublet_protocol::run_dir::{RunDir, pause_thread};
 use sublet_protocol::size::Size;
 use sublet_protocol::wire::{SpillProgress, SpillStep};
 
-/// The most times that one pause makes room: others take host memory meanwhile.
+/// The most times that one pause makes room. It may need several, because others allocate host memory meanwhile.
 const TRIES_MAX: u32 = 3;
 /// The number of bytes, approximately, that one step moves.
 const STEP_BYTES: u64 = 1 << 30;
-/// For a plain answer of another tenant's process.
+/// The timeout of a plain answer of another tenant's process.
 const ASK_TIMEOUT: Duration = Duration::from_secs(2);
-/// Beyond the time of a step, for the answer to arrive.
+/// The time beyond a step for its answer to arrive.
 const ANSWER_MARGIN: Duration = Duration::from_secs(10);
-/// For all that is done for one pause at a time, and beyond that, at the speed of a slow disk, for what is asked.
+/// The time for one try to make room, in addition to the time that a slow disk needs for the requested bytes.
 const ROOM_TIME: Duration = Duration::from_mins(1);
-/// Between two steps: longer than those wait that look for a lock.
+/// The time between two steps. It is longer than the interval at which others look for the lock.
 const BETWEEN_STEPS: Duration = Duration::from_millis(60);
 
 /// The room that was made for one pause.
 #[derive(Debug, Default)]
 struct Room {
     tries: u32,
-    /// By tenant, in bytes of host memory.
+    /// The bytes of host memory that each tenant has freed.
     given: BTreeMap<TenantName, u64>,
 }
 
-/// Nothing yet, for [`Options::room`].
+/// Returns the initial state, for [`Options::room`].
 pub fn room() -> Box<dyn MakesRoom> {
     Box::<Room>::default()
 }
 
 impl MakesRoom for Room {
-    /// Those first that have been paused for longest.
+    /// Makes room, from the longest paused tenants first.
     fn make(
         &mut self,
         run_dir: &RunDir,
@@ -63,14 +64,14 @@ impl MakesRoom for Room {
         if self.tries > TRIES_MAX || options.is_called_off() {
             return false;
         }
-        // What is given back is host memory of which a tenth stays free.
+        // A tenth of the freed host memory stays free.
         let asked = short.missing_bytes().div_ceil(9).saturating_mul(10);
         let (mut missing, until) = (asked, Instant::now() + ROOM_TIME + moving_time(asked));
         let names = run_dir.live_tenants().unwrap_or_default();
         let others = names.into_iter().filter(|name| name != tenant).filter_map(|name| {
             let other = Other(Coordinator::new(run_dir.clone(), name, options.clone()));
             let willing = other.willing(&short.kind).ok()?.1;
-            // As long as the one of them that has changed last.
+            // The tenant counts as paused since the last change of any of these processes.
             Some((willing.values().map(|said| said.rests_ms).min()?, other))
         });
         let mut others: Vec<_> = others.collect();
@@ -104,14 +105,14 @@ impl MakesRoom for Room {
     }
 }
 
-/// Processes of a tenant that have something to move where that helps, with what they have said.
+/// Processes of a tenant with contents whose move would help, and their answers.
 type Willing = BTreeMap<usize, SpillProgress>;
 
 /// A tenant that may make room.
 struct Other(Coordinator);
 
 impl Other {
-    /// Connects to the processes of this tenant, and asks what they have to move where `kind` is short.
+    /// Connects to the processes of this tenant, and asks which contents they can move if `kind` is short.
     fn willing(&self, kind: &LimitKind) -> Result<(Peers, Willing), Trouble> {
         let until = Instant::now() + ASK_TIMEOUT;
         let mut all = Everybody::connect(&self.0.dir()?, Step::Spill, until)?;
@@ -120,8 +121,8 @@ impl Other {
         Ok((all.peers, willing))
     }
 
-    /// Has this tenant give back so many bytes, or as much as it can `until` then, and says how much that was. Its lock is held for a
-    /// step at a time: by somebody else who has it then, the tenant is wanted.
+    /// Lets this tenant free bytes of host memory, or as many as it can `until` then. Returns how many it freed. The tenant's
+    /// lock is held for one step at a time. If another process has the lock, that process wants the tenant.
     fn spill(
         &self,
         kind: &LimitKind,
@@ -148,7 +149,7 @@ impl Other {
             given += bytes;
             willing.extend(more);
             if self.0.options().is_called_off() {
-                // Hanging up ends a step that is under way, and the next to have the lock waits for no more of it.
+                // Closing the connections ends a step that is under way. So the next holder of the lock does not wait for it.
                 drop(peers);
                 break;
             }
@@ -158,8 +159,8 @@ impl Other {
         Ok(given)
     }
 
-    /// Has each of `members` move about so many bytes, within a time. Returns how many bytes they have given back, and those that
-    /// have more to move, where that helps.
+    /// Lets each of `members` move about `most_bytes`, within `timeout`. Returns the bytes that they have freed, and the members
+    /// with more contents whose move would help.
     fn step_of(
         &self,
         peers: &mut Peers,

@@ -1,7 +1,7 @@
-//! Has every process of a tenant write what it has saved to files.
+//! Lets every process of a tenant write its saved contents to files.
 //!
-//! It takes no part in pauses and resumes and changes nothing: a process that stands half-way, or is faulted, is asked
-//! as it is, and one that cannot answer does not keep the others from writing.
+//! It takes no part in pauses and resumes, and changes no state. A half-paused or faulted process writes what it has. A process
+//! that cannot answer does not stop the others.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,10 +21,10 @@ use crate::map::{
     FORMAT, FailedProcess, ProcessName, SavedProcess, TENANT_MAP, TenantMap, VERSION,
 };
 
-/// The time for which a process writes before it says how far it is.
+/// The time for which a process writes before it reports its progress.
 const SLICE: Duration = Duration::from_millis(500);
-/// Beyond that, how long its answer may take, unless the options say otherwise: it may have a step of a pause or
-/// resume to finish first, or a slow disk.
+/// The longest further time for an answer, unless the options set another. The process may have to finish a step of a pause or
+/// resume first, or its disk may be slow.
 const ANSWER_TIMEOUT: Duration = Duration::from_mins(1);
 /// The time within which processes must remove what they have written.
 const CALL_OFF_TIMEOUT: Duration = Duration::from_secs(10);
@@ -55,17 +55,15 @@ pub struct SaveReport {
     pub map: TenantMap,
 }
 
-/// Processes that have something to write, each with what it has said last.
+/// Processes that have contents to write, each with its last answer.
 type Writers = Vec<(usize, SaveProgress)>;
 
-/// Has every process write what it has saved to files in `dir`, which is made, or must be empty and its user's
-/// alone. Nothing else changes: the tenant stays as it is, and can be resumed afterwards. Blocks other pauses and
-/// resumes of the tenant for as long as it takes. `progress` is told about all that write, each time one of them
-/// says how far it is.
+/// Lets every process write its saved contents to files in `dir`. The directory is created, or must be empty and private to the
+/// user. Nothing else changes: the tenant stays as it is, and can be resumed afterwards. Blocks other pauses and resumes of the
+/// tenant meanwhile. `progress` is called with all writing processes each time one of them reports.
 ///
 /// # Errors
-/// [`Trouble`]; nothing is left in `dir` then. Where some processes have written and others not, it succeeds and
-/// says who has not.
+/// [`Trouble`]; nothing is left in `dir` then. If only some processes have written, it succeeds, and the result names the others.
 pub fn save(
     coordinator: &Coordinator,
     dir: &Path,
@@ -81,7 +79,7 @@ pub fn save(
         }
         error
     })?;
-    // A user who could rename a directory above could put other contents in this place.
+    // A user who could rename a parent directory could put other contents at this path.
     trusted_path::check_above_all(dir).map_err(not_private)?;
     let target = SaveDir::prepare(dir)?;
     let saved = save_into(coordinator, &tenant_dir, &target, progress);
@@ -94,7 +92,7 @@ pub fn save(
     Ok(SaveReport { dir, wall_us, ended, map })
 }
 
-/// Also returns how many processes had ended before.
+/// Saves into `target`. Also returns how many processes had ended before.
 fn save_into(
     coordinator: &Coordinator,
     dir: &TenantDir,
@@ -105,11 +103,11 @@ fn save_into(
     refuse_called_off(coordinator)?;
     let written = write_all(coordinator, &mut all, target, progress);
     if written.is_err() {
-        // They remove what they have written, and nothing comes into the directory any more.
+        // The processes remove their files, and no more files come into the directory.
         all.peers.tell(&all.peers.all(), SaveStep::CallOff, CALL_OFF_TIMEOUT);
     }
     let map = map_of(coordinator.tenant(), &all, written?);
-    // Of processes that have failed without a word.
+    // Files of processes that have failed without an answer.
     target.remove_all(|name| name.ends_with(PART_SUFFIX));
     let mut text = serde_json::to_vec_pretty(&map).unwrap_or_default();
     text.push(b'\n');
@@ -117,8 +115,8 @@ fn save_into(
     Ok((map, all.peers.dead()))
 }
 
-/// Asks every process what it has, looks whether all of it fits, and has all write at the same time, each a while at a
-/// time. Returns those that have written all, and those that have nothing.
+/// Queries the sizes of all processes, checks that the sum fits, and lets all write in parallel, in short steps. Returns the
+/// processes that have written all, and those that have nothing.
 fn write_all(
     coordinator: &Coordinator,
     all: &mut Everybody,
@@ -162,7 +160,7 @@ fn write_all(
     });
     refuse_called_off(coordinator)?;
     writers.retain(|(_, said)| matches!(said.stage, SaveStage::Written { .. }));
-    // One that was late for an answer may have come to its end all the same.
+    // A process whose answer was late may have finished all the same.
     let has_written = |who| writers.iter().any(|(index, _)| all.peers.who(*index) == who);
     all.failures.retain(|failure| !has_written(failure.who));
     match (writers.is_empty(), all.failures.is_empty()) {
@@ -206,7 +204,7 @@ fn map_of(
     }
 }
 
-/// The progress of every writer.
+/// Returns the progress of every writer.
 fn states(peers: &Peers, writers: &Writers) -> Vec<SaveState> {
     let state = |(index, said): &(usize, SaveProgress)| SaveState {
         who: peers.who(*index),

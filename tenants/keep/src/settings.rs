@@ -6,22 +6,23 @@ use nix::sys::statfs::{FsType, HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 
 use crate::figures::HostFigure;
 
-/// The settings of a process. By default its machine has no figures, none comes in ahead of a pause before it is asked, and its
-/// contents stay where they are.
+/// The settings of a process. By default there are no figures of the machine, no host memory is allocated ahead of a pause
+/// without a request, and saved contents stay in host memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Settings {
-    /// The available memory of the machine and of its control groups. Asked while memory is held or brought in ahead of
-    /// a pause.
+    /// Returns the available memory of the machine and of its control groups. Called while memory is held or allocated ahead of a
+    /// pause.
     pub host_figures: Option<fn() -> Vec<HostFigure>>,
-    /// Up to how much host memory, in bytes, it brings in by itself ahead of its next pause, once what that would take has
-    /// been the same for a while. None when it waits until it is asked.
+    /// The most host memory, in bytes, that the process allocates automatically ahead of its next pause, once the need has been
+    /// the same for a while. None: it waits for a request.
     pub prepares_up_to: Option<u64>,
-    /// May its saved contents go to a file in this directory while it is paused, when another tenant's pause is short of host
-    /// memory? Nothing is gained where such files lie in host memory. None when they stay.
+    /// May its saved contents go to a file in this directory while it is paused, if another tenant's pause lacks host memory?
+    /// Nothing is gained if such files are in host memory. None: they stay.
     pub spills: Option<fn(&Path) -> bool>,
 }
 
-/// Do files in `dir` lie in the host's memory, as on tmpfs? Where it is not there yet, its nearest parent tells; where nothing does, they do not.
+/// Are files in `dir` in host memory, as on tmpfs? If `dir` does not exist yet, its nearest parent decides. If nothing is known,
+/// they are not.
 pub fn is_in_memory(dir: &Path) -> bool {
     const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
     let known = dir.ancestors().find_map(|place| statfs(place).ok());

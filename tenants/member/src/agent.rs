@@ -1,4 +1,4 @@
-//! The thread of a member that speaks: it serves connections, and gives work to the one that works (`executor.rs`).
+//! The agent thread of a member: it serves connections, and gives jobs to the worker thread (`executor.rs`).
 
 mod leading;
 
@@ -31,17 +31,17 @@ use sublet_protocol::wire::{
 };
 use sublet_protocol::{descriptors::Reserve, run_dir::NAME_LOOK_EVERY};
 
-/// No request waits longer than this, whatever it says.
+/// The longest timeout of a request, whatever the request says.
 const TIMEOUT_MAX: Duration = Duration::from_hours(24);
-/// Connections taken before those are served that there are. Many only look whether this process lives, and have hung up:
-/// taken in one go, they would have the place of one that asks next.
+/// The most connections that are accepted before existing ones are served. Many only check whether this process lives, and have
+/// closed already. Accepted in one go, they would displace a connection whose request comes next.
 const ACCEPTED_PER_TURN_MAX: usize = CONNECTIONS_MAX / 4;
 /// The time for which the agent ignores its listening socket when the system gives it no connection. An example is a
 /// process with too many open files: the socket would wake the agent again immediately.
 const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 
-/// The longest silence of a coordinator after all members had to be done with its last request. A coordinator waits for
-/// none of them longer than its margin for answers, which is two seconds.
+/// The longest silence of a coordinator after the time limit of its last request has passed for all members. A coordinator
+/// waits for answers only for its margin, which is two seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 struct Waiter {
@@ -52,26 +52,26 @@ struct Waiter {
 
 struct Agent<D: Driver> {
     member: Arc<Member<D>>,
-    /// None once the process has left: nobody finds it any more.
+    /// None once the process has left: then no peer finds it any more.
     listener: Option<Listener>,
-    /// When it looks next whether the listener still has its name.
+    /// The time of the next check whether the listener still has its name.
     look_at: Instant,
     wakeups: Wakeups,
     reserve: Reserve,
     clients: Clients,
-    /// No connection is accepted before.
+    /// No connection is accepted before this time.
     accept_after: Option<Instant>,
     waiters: Vec<Waiter>,
     jobs: Sender<Job>,
     done: Receiver<Done>,
-    /// When the next request of the leader is due. When that one goes, the process settles what it led alone.
+    /// The time at which the next request of the leader is due. If the leader ends, the process settles alone.
     due: Instant,
-    /// The connections that have requested contents in files, each with the flag that tells its steps that the connection is
-    /// closed.
+    /// The connections that requested to write contents to files, each with the flag that tells its steps that the connection
+    /// is closed.
     writers: BTreeMap<u64, Arc<AtomicBool>>,
 }
 
-/// A feature that looks after something: its name, and what it does.
+/// A periodic task of the agent: its name and its function.
 type Aftercare<A> = (&'static str, fn(&mut A));
 
 /// Starts both threads.
@@ -113,10 +113,10 @@ pub(super) fn spawn<D: Driver>(
 impl<D: Driver> Agent<D> {
     fn run(mut self) {
         loop {
-            // A defect must not end the thread: nobody could reach this process any more, nor open its gate.
+            // A defect must not end the thread. Otherwise no peer could reach this process any more, nor open its gate.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.turn())) {
                 let settle = AssertUnwindSafe(|| self.hang_up_on_all(text_of(&*panic)));
-                // What it could not settle the next turn meets again.
+                // The next turn finds again whatever could not be settled.
                 let _panic = catch_unwind(settle);
             }
         }
@@ -136,7 +136,8 @@ impl<D: Driver> Agent<D> {
         self.keep_name();
     }
 
-    /// A turn has failed inside. What it was about nobody knows, so all that is under way is settled as if its clients had gone.
+    /// Handles a turn that failed inside. Its subject is not known, so all actions under way are settled as if their clients
+    /// had ended.
     fn hang_up_on_all(&mut self, panic: &str) {
         self.member.notes.add(format!(
             "Sublet failed inside, in its agent ({panic}): it hung up on all who had connected, and goes on; report this"
@@ -145,11 +146,11 @@ impl<D: Driver> Agent<D> {
             self.clients.close(number);
             self.forget(number);
         }
-        // One that fails each time takes no processor for itself.
+        // A turn that fails each time must not use a whole processor.
         std::thread::park_timeout(ACCEPT_BACK_OFF);
     }
 
-    /// Features that look after something now and then, in the order in which they do.
+    /// Periodic tasks, in the order in which they run.
     const LOOKS: [Aftercare<Self>; 5] = [
         ("idleness", |agent| _ = agent.member.idle.look()),
         ("closed tickets", |agent| {
@@ -161,7 +162,7 @@ impl<D: Driver> Agent<D> {
             agent.member.keeping.iter().for_each(|keeping| Arc::clone(keeping).look());
         }),
         ("lenders beyond a budget", |agent| agent.member.pool.yield_to_budgets()),
-        // What this process holds is counted where the others of its tenant count.
+        // Memory of this process is counted with that of the other processes of its tenant.
         ("share of the budgets", |agent| {
             let may = agent.leading().is_none() && agent.is_named() && agent.jobs.is_empty();
             let counting = agent.member.config().counting.as_ref();
@@ -171,12 +172,13 @@ impl<D: Driver> Agent<D> {
         }),
     ];
 
-    /// Is there nothing that lacks its name?
+    /// Has the listener its name, if there is a listener?
     fn is_named(&self) -> bool {
         self.listener.as_ref().is_none_or(Listener::is_named)
     }
 
-    /// Puts the socket's name back when it has gone: nobody could reach this process any more, nor what it has saved.
+    /// Makes the socket's name again after it was removed. Otherwise no peer could reach this process any more, nor its saved
+    /// contents.
     fn keep_name(&mut self) {
         let now = Instant::now();
         if now < self.look_at {
@@ -186,8 +188,8 @@ impl<D: Driver> Agent<D> {
         for (_, look) in Self::LOOKS {
             look(self);
         }
-        // A coordinator holds a lock that went with the directory: another one must not find us meanwhile. The name goes at the process's
-        // end, too.
+        // A coordinator may hold a lock that was removed with the directory: another coordinator must not find this process
+        // meanwhile. The name is also removed at the process's end.
         if self.leading().is_some() || self.is_named() || self.member.presence.has_left() {
             return;
         }
@@ -195,7 +197,7 @@ impl<D: Driver> Agent<D> {
         let path = member.presence.socket_path().display();
         let note = match member.presence.listen_again() {
             Ok(listener) => {
-                // A client that has connected already is served all the same.
+                // A client that has connected already is still served.
                 self.accept();
                 self.listener = Some(listener);
                 format!("{path} had been removed, and was made again")
@@ -214,7 +216,7 @@ impl<D: Driver> Agent<D> {
         let others = self.clients.next_stall().into_iter().chain(self.accept_after).chain(silence);
         let deadline = waiters.chain(others).min().unwrap_or(self.look_at).min(self.look_at);
         let mut fds = vec![PollFd::new(self.wakeups.0.as_fd(), PollFlags::POLLIN)];
-        // Asked after the deadline was taken: room that time makes is seen here, or waited for.
+        // Checked after the deadline was computed: room that appears with time is seen here, or waited for.
         let has_room = self.accept_after.is_none() && self.clients.has_room(self.leading());
         let listener = self.listener.as_ref().filter(|_| has_room);
         fds.extend(listener.map(|listener| PollFd::new(listener.as_fd(), PollFlags::POLLIN)));
@@ -279,7 +281,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// The connection `number` is closed.
+    /// Handles the end of connection `number`.
     fn forget(&mut self, number: u64) {
         self.member.cut().abandon(number);
         self.waiters.retain(|waiter| waiter.connection != number);
@@ -292,8 +294,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// The coordinator went away: nobody will tell us what to do, so the worker finds out when it is done
-    /// with what it was told.
+    /// Handles the end of the coordinator. No further order will come, so the worker settles after its current order.
     fn leader_gone(&mut self) {
         let round = self.member.rounds().end_leading();
         self.submit(NOBODY, Work::Phase(round, Order::Settle), AGENT_TIMEOUT);
@@ -381,7 +382,7 @@ impl<D: Driver> Agent<D> {
                 self.waiters.push(Waiter { connection: number, action, deadline });
             }
             Request::FetchFds(fetch) => {
-                // Here and not on the worker: once it has shut the gate, what is said to be lent is all.
+                // On this thread and not on the worker: after the worker has closed the gate, the reported loans are complete.
                 let client = self.clients.find(number);
                 match client.map(|client| self.member.sharing.hand_out(&fetch, client)) {
                     None => {}
@@ -396,7 +397,7 @@ impl<D: Driver> Agent<D> {
             Request::Lent(AskLent { scope }) => {
                 let reply = Reply::Lent(Box::new(self.member.sharing.lending(&scope)));
                 if self.leading() == Some(number) {
-                    // A look that the worker is still at was requested before: it ends now, and is answered before.
+                    // A look that the worker still does was requested before. It ends now, and its answer comes first.
                     self.member.cut().claim(number);
                     self.submit(number, Work::Say(reply), AGENT_TIMEOUT);
                 } else {
@@ -406,8 +407,8 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// Notes that client `number` is to be answered later. One that has asked too much is closed: an
-    /// answer out of order would be taken for another's.
+    /// Notes that client `number` gets an answer later. A client with too many open requests is closed: an answer out of order
+    /// would count for another request.
     fn opens(&mut self, number: u64) -> bool {
         let fits = self.clients.open_request(number);
         if !fits {
@@ -448,7 +449,7 @@ impl<D: Driver> Agent<D> {
     }
 }
 
-/// By the worker, or when something has happened: a client has so many such requests at most.
+/// Does the answer come from the worker, or after an event? A client may have only a limited number of such requests.
 fn is_answered_later(request: &Request) -> bool {
     matches!(
         request,

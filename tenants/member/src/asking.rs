@@ -1,4 +1,4 @@
-//! The application itself asks: for a pause or resume of its own process, by a thread that waits for its turn, or by a call
+//! Requests of the application itself: a pause or resume of its own process, by a thread that waits for its turn, or a call
 //! that waits until all processes have made it.
 //!
 //! Lock order: `consent` is a leaf.
@@ -14,37 +14,37 @@ use vmm_pool::sync::lock;
 use super::signals::Waker;
 use sublet_protocol::wire::Action;
 
-/// The end of [`Asking::wait_for`].
+/// The result of [`Asking::wait_for`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// It has happened.
+    /// The action has happened.
     Done,
-    /// It failed for everybody, and this is why.
+    /// The action failed for all processes, for this reason.
     GivenUp(String),
-    /// Neither, so far.
+    /// Neither has happened so far.
     NotYet,
 }
 
-/// See the head of this module.
+/// The requests of the application: see the head of this module.
 #[derive(Debug)]
 pub struct Asking {
-    /// Threads of this process that ask for a pause or resume now.
+    /// The number of threads of this process that request a pause or resume now.
     threads: AtomicUsize,
-    /// The turn of a thread that pauses or resumes this process alone: one token, taken and put back, as a lock that can
-    /// be waited for with a deadline.
+    /// The turn of a thread that pauses or resumes this process alone. It is one token, taken and returned, and works as a lock
+    /// with a deadline.
     turns: (Sender<()>, Receiver<()>),
     consent: Mutex<Consent>,
     changed: Condvar,
     waker: Waker,
 }
 
-/// The pause or resume that the application has requested and waits in, and those that have happened.
+/// The pause or resume that the application has requested and waits for, and those that have happened.
 #[derive(Debug, Default)]
 struct Consent {
     to: Option<Action>,
-    /// Why what the application waits in will not happen.
+    /// The reason why the action that the application waits for will not happen.
     given_up: Option<String>,
-    /// Pauses and resumes of all of the process, counted.
+    /// The numbers of pauses and of resumes of the whole process.
     done: BTreeMap<Action, u64>,
 }
 
@@ -54,7 +54,7 @@ impl Consent {
     }
 }
 
-/// While it lives, this process itself asks for a pause.
+/// A guard: while it lives, this process itself requests a pause.
 #[derive(Debug)]
 pub struct AskingThread<'a>(&'a AtomicUsize);
 
@@ -70,7 +70,7 @@ pub struct Turn<'a>(&'a Sender<()>);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        // There is room: this is the one token.
+        // There is room, since this is the only token.
         let _put_back = self.0.try_send(());
     }
 }
@@ -82,26 +82,26 @@ impl Asking {
         Self { threads, turns, consent: Mutex::default(), changed: Condvar::new(), waker }
     }
 
-    /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`, and then what
-    /// follows finds the process in the other's hands.
+    /// Waits for this thread's turn to pause or resume the process alone; none at `deadline`. In that case later steps find
+    /// that another thread works on the process.
     pub fn take_turn(&self, deadline: Instant) -> Option<Turn<'_>> {
         self.turns.1.recv_deadline(deadline).ok().map(|()| Turn(&self.turns.0))
     }
 
-    /// The calling thread asks for a pause that takes part of this process too, and answers for it that nothing
-    /// is launched meanwhile.
+    /// Records that the calling thread requests a pause of memory of this process. The thread guarantees that nothing is
+    /// launched meanwhile.
     pub fn begin(&self) -> AskingThread<'_> {
         self.threads.fetch_add(1, Ordering::SeqCst);
         AskingThread(&self.threads)
     }
 
-    /// Does the application itself ask for a pause now?
+    /// Does the application itself request a pause now?
     pub(crate) fn is_for_pause(&self) -> bool {
         self.threads.load(Ordering::SeqCst) > 0 || self.consent_to() == Some(Action::Pause)
     }
 
-    /// The application itself asks for `action` and stands still until it has happened: says so to
-    /// the coordinator. Returns how often the action has happened so far.
+    /// Records that the application itself requests `action` and waits until it has happened, and tells the coordinator so.
+    /// Returns how often the action has happened so far.
     pub fn begin_consent(&self, action: Action) -> u64 {
         let count = {
             let mut consent = lock(&self.consent);
@@ -113,17 +113,17 @@ impl Asking {
         count
     }
 
-    /// The application stands in [`Asking::begin_consent`] no more.
+    /// Records that the application no longer waits in [`Asking::begin_consent`].
     pub fn end_consent(&self) {
         lock(&self.consent).to = None;
     }
 
-    /// The action that the application stands in.
+    /// The action that the application waits for.
     pub(super) fn consent_to(&self) -> Option<Action> {
         lock(&self.consent).to
     }
 
-    /// The `action` that the application waits in will not happen.
+    /// Records that the `action` that the application waits for will not happen.
     pub(super) fn give_up(&self, action: Action, why: String) {
         {
             let mut consent = lock(&self.consent);
@@ -135,13 +135,13 @@ impl Asking {
         self.changed.notify_all();
     }
 
-    /// A pause or resume of all of the process has happened.
+    /// Records a pause or resume of the whole process.
     pub(super) fn note_done(&self, action: Action) {
         *lock(&self.consent).done.entry(action).or_default() += 1;
         self.changed.notify_all();
     }
 
-    /// Pauses, or resumes, so far.
+    /// The number of pauses, or of resumes, so far.
     pub(super) fn done(&self, action: Action) -> u64 {
         lock(&self.consent).count(action)
     }

@@ -1,14 +1,15 @@
-//! Stream captures, and waits of the application's threads for a context, which the driver spoils all captures in it for.
+//! Stream captures, and waits of the application's threads for a context. The driver invalidates all captures in a context
+//! because of such a wait.
 //!
-//! Natively a free waits during a capture; ours waits for the context first. So neither begins while the other is under way: a capture that is about to begin
-//! lets waits end, and a wait that finds one takes another way.
+//! Without Sublet a free waits during a capture. With Sublet it waits for the context first. So neither begins while the other
+//! is under way: a capture that is about to begin lets waits end, and a wait that finds a capture is not made.
 
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 use vmm_pool::sync::lock;
 
-/// The captures of a process, whichever of its members counts them, and waits for its contexts.
+/// The captures of a process, whichever of its members counts them, and the waits for its contexts.
 #[derive(Debug, Default)]
 pub struct Captures {
     counts: Mutex<Counts>,
@@ -22,12 +23,12 @@ struct Counts {
     waits: usize,
 }
 
-/// A capture is about to begin, or has and is counted: see [`Captures::before`].
+/// A guard for a capture that is about to begin, or has begun and is counted: see [`Captures::before`].
 #[derive(Debug)]
 #[must_use = "it is about to begin as long as this lives"]
 pub struct BeforeCapture<'a>(&'a Captures);
 
-/// A context is waited for: see [`Captures::wait`].
+/// A guard for a wait for a context: see [`Captures::wait`].
 #[derive(Debug)]
 #[must_use = "the wait lasts as long as this lives"]
 pub struct ContextWait<'a>(&'a Captures);
@@ -40,19 +41,19 @@ impl Captures {
         counts.under_way + counts.about_to_begin
     }
 
-    /// One has begun: no pause until it ends.
+    /// Counts a capture that has begun: no pause begins until it ends.
     pub fn begun(&self) {
         lock(&self.counts).under_way += 1;
     }
 
-    /// One has ended, well or badly.
+    /// Counts the end of a capture, valid or not.
     pub fn ended(&self) {
         let mut counts = lock(&self.counts);
-        // An end without a begin of ours (a capture older than the hooks) must not wrap.
+        // An end without a counted begin (a capture older than the hooks) must not wrap.
         counts.under_way = counts.under_way.saturating_sub(1);
     }
 
-    /// One is about to begin, until the answer is dropped: waits for a context that are under way end first, or `limit` is over.
+    /// Announces a capture until the result is dropped. Waits for a context that are under way end first, or `limit` passes.
     pub fn before(&self, limit: Duration) -> BeforeCapture<'_> {
         let mut counts = lock(&self.counts);
         counts.about_to_begin += 1;
@@ -61,7 +62,8 @@ impl Captures {
         BeforeCapture(self)
     }
 
-    /// The calling thread is about to wait for a context, until the answer is dropped; none during a stream capture, which the wait would spoil.
+    /// Announces that the calling thread will wait for a context, until the result is dropped; none during a stream capture,
+    /// which the wait would invalidate.
     pub fn wait(&self) -> Option<ContextWait<'_>> {
         let mut counts = lock(&self.counts);
         if counts.under_way + counts.about_to_begin > 0 {

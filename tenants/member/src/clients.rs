@@ -1,8 +1,8 @@
-//! The connections that an agent serves, and how much one of them may take of its time and memory.
+//! The connections that an agent serves, and the limits on the time and memory that one of them may use.
 //!
-//! Nothing here blocks: an answer that a client does not take waits in a queue of its own, and while it
-//! does, nothing more is read from that client. A client that stands still in the middle of a message, or
-//! does not take an answer, is closed after [`STALL_MAX`]. The limits are listed in `docs/security.md`.
+//! Nothing here blocks: an answer that a client does not receive waits in a queue of its own, and meanwhile nothing more is
+//! read from that client. A client that stops in the middle of a message, or does not receive an answer, is closed after
+//! [`STALL_MAX`]. The limits are listed in `docs/security.md`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
@@ -13,17 +13,16 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 use sublet_protocol::transport::{Connection, Direction, TransportError};
 use sublet_protocol::wire::{Failure, FailureKind, Reply, Request};
 
-/// Connections one agent keeps: peers on a node and a few commands fit. When all are taken, a new one
-/// takes the place of the one that has been idle longest, and that one's owner connects again when it next asks
-/// something. One whose question is not answered yet never goes: when there is no other, new ones wait in the
-/// listening socket's queue.
+/// The most connections of one agent: enough for the peers on a node and a few commands. When all are in use, a new connection
+/// replaces the one that has been idle longest. The owner of that one connects again for its next request. A connection whose
+/// request is not answered yet is never replaced. If there is no other, new connections wait in the listening socket's queue.
 pub const CONNECTIONS_MAX: usize = 256;
-/// Requests of one connection that may be unanswered at a time: a coordinator that brings ranks to a cut
-/// sends new limits without waiting for the answer to the last.
+/// The most unanswered requests of one connection. A coordinator that brings ranks to a cut sends new limits without waiting
+/// for the answer to the last.
 pub const OPEN_REQUESTS_MAX: usize = 256;
-/// Requests answered on one connection before the others have their turn.
+/// Requests answered on one connection before the other connections are served.
 pub const REQUESTS_PER_TURN_MAX: usize = 16;
-/// The time that a client may stand still inside a message, or with an answer that it does not take.
+/// The longest time that a client may stop inside a message, or not receive an answer.
 pub const STALL_MAX: Duration = Duration::from_secs(10);
 
 /// One connection.
@@ -31,17 +30,17 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 pub(super) struct Client {
     number: u64,
     pub(super) connection: Connection,
-    /// A socket that this very process was seen to listen at; it does as long as the socket has its name.
+    /// A socket path at which the client's process was seen to listen. It still does as long as the socket has its name.
     pub(super) listens_at: Option<PathBuf>,
-    /// Requests that are answered later and have not been.
+    /// The number of requests that will be answered later.
     open_requests: usize,
     last_request: Instant,
-    /// Has it asked anything yet?
+    /// Has the client sent a request yet?
     was_served: bool,
     stalled_since: Option<Instant>,
 }
 
-/// All connections, by numbers that are never used twice.
+/// All connections, by numbers that are never reused.
 #[derive(Debug, Default)]
 pub(super) struct Clients {
     list: Vec<Client>,
@@ -49,13 +48,13 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    /// Is there room for one more, be it in the place of one that is idle? `keep` never goes.
+    /// Is there room for one more connection, perhaps after closing an idle one? `keep` is never closed.
     pub(super) fn has_room(&self, keep: Option<u64>) -> bool {
         self.list.len() < CONNECTIONS_MAX || self.idle(keep).is_some()
     }
 
-    /// Takes a connection in. Returns the client that had to go for it; none when nobody is idle, and
-    /// then the new one is closed. `keep` never goes.
+    /// Adds a connection. Returns the client that was closed to make room for it. If no client is idle, the new connection is
+    /// closed, and none is returned. `keep` is never closed.
     pub(super) fn add(&mut self, connection: Connection, keep: Option<u64>) -> Option<u64> {
         let mut closed = None;
         if self.list.len() >= CONNECTIONS_MAX {
@@ -100,7 +99,7 @@ impl Clients {
         self.list.iter().map(|client| client.number).collect()
     }
 
-    /// Returns the events to wait for: room for an answer where one waits, else a request.
+    /// Returns the events to wait for: room for an answer if one is queued, else a request.
     pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.list.iter().map(|client| {
             let waits = client.connection.has_queued();
@@ -109,7 +108,7 @@ impl Clients {
         })
     }
 
-    /// When the next client will have stood still for too long, or may go because it asks nothing.
+    /// The next time at which a client has been stopped for too long, or may be closed because it sends no request.
     pub(super) fn next_stall(&self) -> Option<Instant> {
         let stalled = self.list.iter().filter_map(|client| client.stalled_since).min();
         let is_full = self.list.len() >= CONNECTIONS_MAX;
@@ -119,11 +118,11 @@ impl Clients {
         stalled.into_iter().chain(mute).min().map(|at| at + STALL_MAX)
     }
 
-    /// Sends what waits for client `number`, then takes its next request; none when it has not come, or an answer is
-    /// still waiting.
+    /// Sends queued answers to client `number`, then reads its next request; none if no request has arrived, or an answer is
+    /// still queued.
     ///
     /// # Errors
-    /// When the connection is of no use any more, or has stood still for too long.
+    /// The connection cannot be used any more, or has been stopped for too long.
     pub(super) fn next_request(&mut self, number: u64) -> Result<Option<Request>, TransportError> {
         let Some(client) = self.find(number) else {
             return Ok(None);
@@ -141,8 +140,7 @@ impl Clients {
         Ok(request.map(|(request, _no_fds)| request))
     }
 
-    /// Client `number` has requested something that will be answered later. False when it has too much
-    /// of that already.
+    /// Notes that client `number` has a request that will be answered later. False if it already has too many of them.
     pub(super) fn open_request(&mut self, number: u64) -> bool {
         let Some(client) = self.find(number) else {
             return false;
@@ -160,7 +158,7 @@ impl Clients {
         self.answer(number, reply, Vec::new());
     }
 
-    /// Answers client `number`, as far as it takes the answer now; the rest follows in its turns.
+    /// Answers client `number`, as far as it receives the answer now; the rest follows in its turns.
     pub(super) fn answer(&mut self, number: u64, reply: &Reply, fds: Vec<OwnedFd>) {
         let Some(client) = self.find(number) else {
             return;
@@ -174,7 +172,7 @@ impl Clients {
         };
         let flushed = sent.and_then(|()| client.connection.flush());
         if let Err(error) = flushed.and_then(|_all| client.note_stall()) {
-            // Its next turn finds the same, and closes it.
+            // The client's next turn finds the same error, and closes the connection.
             tracing::debug!(%error, "an answer was not delivered");
         }
     }
@@ -184,12 +182,12 @@ impl Clients {
         Some(&self.get(number)?.connection)
     }
 
-    /// Counts the requests of client `number` that are answered later and have not been.
+    /// Returns the number of requests of client `number` that will be answered later.
     pub(super) fn owed(&self, number: u64) -> usize {
         self.get(number).map_or(0, |client| client.open_requests)
     }
 
-    /// Has client `number` ended, or hung up? What it has sent before may still be unread.
+    /// Has client `number` ended, or closed the connection? Earlier messages may still be unread.
     pub(super) fn has_ended(&self, number: u64) -> bool {
         self.get(number).is_none_or(Client::has_ended)
     }
@@ -204,7 +202,7 @@ impl Clients {
 }
 
 impl Client {
-    /// Does nobody wait for an answer on it, as far as is known here? One that has just connected is about to ask.
+    /// May this connection be closed, since no request on it is known? A client that has just connected is about to send one.
     fn may_go(&self, now: Instant) -> bool {
         let asks_nothing = self.was_served || now >= self.last_request + STALL_MAX;
         asks_nothing
@@ -213,7 +211,7 @@ impl Client {
             && !self.connection.has_queued()
     }
 
-    /// Is there a question that has not been looked at?
+    /// Is there an unread request?
     fn has_unread(&self) -> bool {
         let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
         let ready = matches!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1..));
@@ -225,7 +223,7 @@ impl Client {
         let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::POLLIN)];
         let looked = nix::poll::poll(&mut fds, PollTimeout::ZERO).is_ok();
         let hung_up = fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLHUP));
-        // A child that it has forked may hold its end of the connection.
+        // A child that the client has forked may hold the client's end of the connection.
         looked && (hung_up || self.connection.process().has_ended())
     }
 
@@ -251,14 +249,14 @@ mod tests {
     use super::*;
     use sublet_protocol::transport::frame::encode;
 
-    /// As many clients as there may be, and their other ends.
+    /// The full number of clients, and their other ends.
     fn full() -> (Clients, Vec<UnixStream>) {
         let mut clients = Clients::default();
         let ends = (0..CONNECTIONS_MAX).map(|_| connect(&mut clients).0).collect();
         (clients, ends)
     }
 
-    /// A new client's other end, and who had to go for it.
+    /// A new client's other end, and the client that was closed for it.
     fn connect(clients: &mut Clients) -> (UnixStream, Option<u64>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let closed = clients.add(Connection::accepted(theirs).unwrap(), None);
@@ -283,7 +281,7 @@ mod tests {
         }
         assert!(clients.open_request(second));
         ask(&mut ends[0]);
-        // The second waits for its answer, and the first has asked once more.
+        // The second client waits for its answer, and the first has sent another request.
         assert_eq!(connect(&mut clients).1, Some(third));
         assert!(!clients.has_room(None));
         clients.answer_open(second, &Reply::Noted);

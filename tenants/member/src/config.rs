@@ -14,7 +14,7 @@ use sublet_protocol::host_memory::HostLimit;
 use sublet_protocol::identity::{FamilyName, TenantName};
 use sublet_protocol::run_dir::{RunDir, RunDirError};
 
-/// The default time that opening memory of another tenant waits while that tenant is paused.
+/// The default time for which an open of another tenant's memory waits while that tenant is paused.
 pub const FAMILY_WAIT: Duration = Duration::from_secs(30);
 
 /// The settings of a process that joins its tenant.
@@ -26,7 +26,7 @@ pub struct MemberConfig {
     pub tenant: TenantName,
     /// Tenants that name the same family may open each other's memory.
     pub family: Option<FamilyName>,
-    /// The time that opening memory of another tenant waits while that tenant is paused, or on its way.
+    /// The time for which an open of another tenant's memory waits while that tenant is paused, or is being paused or resumed.
     pub family_wait: Duration,
     /// The settings by which the tenant takes turns.
     pub turns: TurnSettings,
@@ -34,42 +34,43 @@ pub struct MemberConfig {
     pub command: String,
     /// Version of the library, the same in all processes of a tenant.
     pub version: String,
-    /// The limits on the host memory that a pause may take, asked at each pause.
+    /// Returns the limits on the host memory that a pause may use. Called at each pause.
     pub host_limits: fn() -> Vec<HostLimit>,
-    /// On which NUMA node a device is; none where the machine has one only, or does not say.
+    /// Returns the NUMA node of a device; none if the machine has only one node, or does not tell.
     pub node_of: fn(PciAddress) -> Option<u32>,
-    /// Contexts that the application has made for itself, asked at each pause: their work must end too.
+    /// Returns the contexts that the application has made itself. Called at each pause: their work must end too.
     pub own_contexts: fn() -> Vec<RawContext>,
     /// The process's stream captures: no pause begins while there are any.
     pub captures: Arc<Captures>,
-    /// Parts of own memory whose contents nobody needs, asked at each pause, while nothing of the application's
+    /// Returns the parts of own memory whose contents are not needed. Called at each pause, while no work of the application
     /// can reach a device. Answers within a bounded time.
     pub unused: fn() -> Vec<VaRange>,
-    /// Why work of this process may reach a device past its gate, asked at each pause. Then only the process
-    /// itself may ask for one, which knows when it launches nothing.
+    /// Returns the reason why work of this process may reach a device past its gate. Called at each pause. With a reason, only
+    /// the process itself may request a pause, because it knows when it launches nothing.
     pub ungated: fn() -> Option<String>,
-    /// Why device memory of this process may be pinned where nobody sees it, and what would help; asked at each pause
-    /// that is to take some away.
+    /// Returns the reason why device memory of this process may have pins that Sublet does not see, and a remedy. Called at
+    /// each pause that releases memory.
     pub unseen_pins: fn() -> Option<String>,
-    /// Why NCCL's memory cannot leave while the process runs on: work may need it that is not held back.
+    /// Returns the reason why NCCL's memory cannot be released while the process runs on: work that is not held back may need
+    /// it.
     pub unseen_nccl: fn() -> Option<String>,
-    /// Why the driver could not bring this process back from a deep pause, as far as the pool does not know; asked before one.
+    /// Returns a reason, unknown to the pool, why the driver could not restore this process after a deep pause. Called before
+    /// one.
     pub unfreezable: fn() -> Option<String>,
-    /// The way to call the driver about processes of tenants, where that is possible from here. Asked when it is
-    /// needed.
+    /// Returns access to the driver's calls about other processes, if that is possible from here. Called when needed.
     pub checkpointer: fn() -> Option<Arc<dyn Checkpointer>>,
-    /// The number of threads that bring new host memory in. With none, it comes in as contents are copied there.
+    /// The number of threads that prepare new host memory. With none, the memory is prepared while contents are copied there.
     pub toucher_threads: usize,
-    /// The count of what the tenant's processes hold together, where it takes part in one.
+    /// The count of the memory that the tenant's processes hold together, if this process takes part in one.
     pub counting: Option<Arc<dyn Counting>>,
 }
 
 impl MemberConfig {
-    /// Makes settings from what must be given, with defaults for the rest. By default there is no family, and the
-    /// tenant is fair and does not queue. Host memory has no limit and lies anywhere.
-    /// The application has no contexts of its own, and nothing is known to be unused. All work is gated, and no pins
-    /// and no work of NCCL's are unseen. Nothing keeps the process from a deep pause, and there is no way to the driver
-    /// for one. One thread brings new host memory in, and nothing is counted.
+    /// Makes settings from the required values, with defaults for the rest. By default there is no family, and the tenant is
+    /// fair and does not queue. Host memory has no limit and may be on any node. The application has no contexts of its own,
+    /// and no memory is known to be unused. All work is gated, and there are no unseen pins and no unseen work of NCCL. Nothing
+    /// prevents a deep pause of the process, and there is no access to the driver for one. One thread prepares new host memory,
+    /// and nothing is counted.
     pub fn new(run_dir: RunDir, tenant: TenantName, command: &str, version: &str) -> Self {
         Self {
             run_dir,
@@ -95,7 +96,7 @@ impl MemberConfig {
     }
 }
 
-/// Why a process could not join.
+/// The reason why a process could not join.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JoinError {

@@ -1,4 +1,4 @@
-//! The door for a crate that counts what the processes of a tenant hold together.
+//! The interface for a crate that counts the memory that the processes of a tenant hold together.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use vmm_pool::driver::{DeviceOrdinal, DeviceUuid, Driver, PciAddress};
 use super::{Member, Notes, Presence};
 use sublet_protocol::wire::Reply;
 
-/// The count that a process takes part in.
+/// The count in which a process takes part.
 pub trait Counting: Debug + Send + Sync {
-    /// Begins when the process has joined, where there is something to count for. Waits for others for moments.
+    /// Begins the count after the process has joined, if there is a budget to count for. Waits for others for moments.
     fn begin(&self, process: &dyn Counted);
 
-    /// Is there a count that this process is to take part in, and does not? Does not block.
+    /// Should this process take part in a count in which it does not yet? Does not block.
     fn is_due(&self, process: &dyn Counted) -> bool;
 
     /// See [`sublet_protocol::wire::Count`].
@@ -23,13 +23,13 @@ pub trait Counting: Debug + Send + Sync {
 
 /// The process whose memory is counted.
 pub trait Counted {
-    /// Its place among others.
+    /// The process's identity and place in the run directory.
     fn presence(&self) -> &Presence;
 
-    /// Its notes for people.
+    /// The process's notes for people.
     fn notes(&self) -> &Notes;
 
-    /// Its devices, by their ordinals, as far as the driver says which they are.
+    /// The process's devices, by their ordinals, as far as the driver identifies them.
     fn gpus(&self) -> Vec<Option<(DeviceUuid, Option<PciAddress>)>>;
 
     /// As [`vmm_pool::Pool::count_against`].

@@ -1,4 +1,5 @@
-//! The thread of a member that works: one job at a time, in the order in which the agent gives them. It alone drives devices.
+//! The worker thread of a member: one job at a time, in the order in which the agent gives them. Only this thread drives
+//! devices.
 
 mod freezing;
 mod participants;
@@ -31,19 +32,19 @@ use sublet_protocol::wire::{
     FailureKind, Hold, MemberState, Order, Phase, Reply, SaveStep, SpillStep, StepOn,
 };
 
-/// No connection has this number.
+/// The connection number that stands for none.
 pub(super) const NOBODY: u64 = 0;
 
 /// A job of the worker thread.
 pub(super) struct Job {
-    /// The connection that asked; [`NOBODY`] for a step of our own.
+    /// The connection that asked; [`NOBODY`] for a step that this process begins itself.
     pub(super) connection: u64,
     pub(super) work: Work,
     pub(super) deadline: Instant,
 }
 
 pub(super) enum Work {
-    /// An order of this round, or to settle it.
+    /// An order of this round, or the order to settle it.
     Phase(Option<u64>, Order),
     Needs(Scope, bool),
     Cut {
@@ -57,31 +58,31 @@ pub(super) enum Work {
         asked: u64,
     },
     Save(SaveStep),
-    /// And whether the process that asked has gone: the next to lead waits behind it.
+    /// A spill step, and whether the asking process has ended: the next leader waits until the step ends.
     Spill(SpillStep, Arc<AtomicBool>),
     /// See [`sublet_protocol::wire::Count`].
     Count,
     /// See [`sublet_protocol::wire::LookIdle`].
     Idle(u64),
-    /// An answer that is known, to be given behind those that the worker gives.
+    /// A known answer, to be given after earlier answers of the worker.
     Say(Reply),
-    /// Memory that nothing but closed tickets holds is given back.
+    /// Releases memory that only closed tickets hold.
     EndTickets,
-    /// This connection, which had requested [`Work::Save`], is closed.
+    /// Ends [`Work::Save`] of this connection, which is closed.
     EndSave(u64),
-    /// The agent's thread has ended in this panic.
+    /// Reports that the agent's thread has ended in this panic.
     Fail(String),
 }
 
 /// The outcome of a job.
 pub(super) struct Done {
     pub(super) connection: u64,
-    /// None for a look at the cut, which leaves nothing to undo but the hold.
+    /// The phase. None for a look at the cut, which leaves nothing to undo but the hold.
     pub(super) phase: Option<Phase>,
     pub(super) reply: Reply,
 }
 
-/// The part of a member that works. The thread that it is on has it alone.
+/// The worker's part of a member. Only the worker thread has it.
 pub(super) struct Executor<D: Driver> {
     member: Arc<Member<D>>,
     pool: Arc<Pool<D>>,
@@ -89,15 +90,15 @@ pub(super) struct Executor<D: Driver> {
     /// The pause or resume under way.
     progress: Progress<D>,
     desk: Option<Box<dyn Desk>>,
-    /// Descriptors of a resume that is over, to be closed when there is time.
+    /// Descriptors of a finished resume, to be closed when there is time.
     spare: Vec<UninheritedFd>,
-    /// This process is paused, and others may still be at it.
+    /// Is this process paused, while others may still be releasing?
     is_pausing: bool,
-    /// A pause of NCCL's memory was the last that was requested, and not a resume of it.
+    /// Was the last request about NCCL's memory a pause, and not a resume?
     nccl_is_asked_away: bool,
 }
 
-/// Starts the thread, which has `keeper`. Jobs go in, and what has come of each comes out.
+/// Starts the thread, which gets `keeper`. Jobs are sent in, and the outcome of each is sent out.
 pub(super) fn spawn<D: Driver>(
     member: &Arc<Member<D>>,
     keeper: Keeper<D>,
@@ -131,10 +132,10 @@ impl<D: Driver> Executor<D> {
     fn run(mut self, jobs: &Receiver<Job>, report: &Sender<Done>) {
         for job in jobs {
             let (connection, phase) = (job.connection, job.work.phase());
-            // What only reads saved contents harms nothing when it fails.
+            // A job that only reads saved contents does no harm when it fails.
             let only_reads = matches!(job.work, Work::Save(_));
-            // A defect in one phase must not end the thread: every later phase would wait for it in vain, and the
-            // application at the gate.
+            // A defect in one phase must not end the thread. Otherwise every later phase would wait for it in vain, and so
+            // would the application at the gate.
             let done = catch_unwind(AssertUnwindSafe(|| self.work(job)));
             let reply = done.unwrap_or_else(|panic| {
                 let text = text_of(&*panic);
@@ -149,9 +150,9 @@ impl<D: Driver> Executor<D> {
                 return;
             }
             self.member.waker.wake();
-            // After the answer is out: nobody waits for that.
+            // After the answer is sent: nobody waits for this.
             self.spare.clear();
-            // The driver is offered once more what it would not take back: the next step that does may be a pause in
+            // The driver gets once more the handles that it refused to release: the next step that does so may be a pause in
             // some hours.
             let is_active = self.lifecycle.state() == MemberState::Active;
             if is_active && phase.is_some_and(Phase::is_last) {
@@ -163,7 +164,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// Does a job; none when nobody waits for an answer.
+    /// Does a job; none if no process waits for an answer.
     fn work(&mut self, job: Job) -> Option<Reply> {
         let Job { connection, work, deadline } = job;
         if self.lifecycle.state() == MemberState::Deep && work.needs_driver() {
@@ -175,7 +176,7 @@ impl<D: Driver> Executor<D> {
                 if order.phase().ends_early() {
                     self.member.calling_off.lower();
                 }
-                // It opens a descriptor for each allocation that is shared, and must not need those of the application.
+                // The resume opens a descriptor for each shared allocation, and must not need the application's descriptors.
                 if order.phase().action() == Some(Action::Resume) {
                     self.member.descriptor_limit.raise();
                 }
@@ -219,12 +220,12 @@ impl<D: Driver> Executor<D> {
 }
 
 impl Work {
-    /// Could it call the driver? Asked of a process whose contexts are away.
+    /// Could the job call the driver? Used for a process whose contexts are off the devices.
     fn needs_driver(&self) -> bool {
         if let Some(phase) = self.phase() {
             return phase.stage() != Stage::AtRest && !phase.ends_early();
         }
-        // The others look at the state first, or at host memory alone.
+        // The other jobs check the state first, or use only host memory.
         matches!(self, Self::Needs(..) | Self::Cut { .. } | Self::Step { .. } | Self::Count)
     }
 

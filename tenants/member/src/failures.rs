@@ -1,4 +1,4 @@
-//! The failures of phases: each has a kind, by what can be done about it, and one sentence.
+//! The failures of phases. Each has a kind, which tells what can be done about it, and one sentence.
 
 use std::fmt;
 
@@ -28,10 +28,10 @@ pub(super) fn wrong_state(message: String) -> Failure {
     Failure { kind: FailureKind::WrongState, message }
 }
 
-/// Calls that an error names.
+/// The number of calls that an error names.
 const NAMED_MAX: usize = 4;
 
-/// `waiting` are the threads at the gate.
+/// Makes the failure of a drain. `waiting` are the threads at the gate.
 pub(super) fn drain_failure(error: &DrainError, waiting: &[WaitingCall]) -> Failure {
     let (kind, message) = match error {
         DrainError::Deadline { seen } => {
@@ -111,7 +111,7 @@ pub(super) fn not_undone_yet(failure: &Failure) -> Failure {
     ))
 }
 
-/// The failure that an error of the pool is for those who asked.
+/// Turns an error of the pool into the failure for the asking process.
 pub fn pool_failure(error: &PoolError) -> Failure {
     if error.poisons_context() {
         return context_lost(error);
@@ -150,7 +150,7 @@ pub fn pool_failure(error: &PoolError) -> Failure {
 pub(super) fn import_failure(error: &ImportError) -> Failure {
     let kind = match error {
         ImportError::Pool(error) => return pool_failure(error),
-        // The owner has the memory, and its driver refused this once.
+        // The owner has the memory, and its driver refused the call once.
         ImportError::Refused(failure) if failure.kind == FailureKind::Driver => FailureKind::Driver,
         ImportError::Refused(failure) if failure.kind == FailureKind::NotNow => FailureKind::NotNow,
         ImportError::LenderAway { .. } => FailureKind::LenderAway,

@@ -1,8 +1,8 @@
-//! The time for which this process has done nothing: nothing launched, by the marks that threads leave at the gate, and
-//! nothing left to do on its devices, by a look behind the gate as a pause takes it.
+//! The time for which this process has done nothing. No thread launched anything, by the marks that threads leave at the gate,
+//! and the devices have nothing left to do, by a look behind the gate like that of a pause.
 //!
-//! Launches pay nothing for it: the gate counts who goes in and out for itself. So what is known is as old as the last
-//! look: one comes with every answer, and one whenever the agent looks after its socket.
+//! Launches pay nothing for it: the gate counts threads that enter and leave for its own purposes. So the result is as old as
+//! the last look. Every answer makes a look, and so does every check of the agent on its socket.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use vmm_pool::sync::lock;
 use sublet_protocol::time::micros;
 use sublet_protocol::wire::Idleness;
 
-/// See the head of this module. Its lock is a leaf.
+/// The idle time of a process: see the head of this module. Its lock is a leaf.
 #[derive(Debug)]
 pub(super) struct Idle<D: Driver> {
     pool: Arc<Pool<D>>,
@@ -24,10 +24,10 @@ pub(super) struct Idle<D: Driver> {
 /// The last look.
 #[derive(Debug, Default)]
 struct Seen {
-    /// The gate's mark, and since when it stands still.
+    /// The gate's mark, and the time since which it has not changed.
     mark: u64,
     since: Option<Instant>,
-    /// The devices had nothing left to do, after what was launched by then.
+    /// Were the devices drained after the launches up to this mark?
     is_drained: bool,
 }
 
@@ -36,8 +36,8 @@ impl<D: Driver> Idle<D> {
         Self { pool, seen: Mutex::default() }
     }
 
-    /// Says for how long it has done nothing, as far as somebody has looked: this is a look. Blocks nowhere, and calls no
-    /// driver.
+    /// Returns the time for which the process has done nothing, as far as looks show: this call is a look. Never blocks, and
+    /// makes no driver call.
     pub(super) fn look(&self) -> Idleness {
         let gate = self.pool.gate();
         let waiting_calls = gate.waiting().len() as u64;
@@ -51,7 +51,7 @@ impl<D: Driver> Idle<D> {
         Idleness { quiet_us, is_drained: seen.is_drained, waiting_calls }
     }
 
-    /// The devices had nothing left to do when the gate's mark was `mark`.
+    /// Records that the devices had nothing left to do when the gate's mark was `mark`.
     pub(super) fn note_drained(&self, mark: u64) {
         let mut seen = lock(&self.seen);
         seen.is_drained = seen.mark == mark;

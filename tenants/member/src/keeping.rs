@@ -1,4 +1,4 @@
-//! The door for what a crate above does with saved contents and host memory, outside of pauses and resumes.
+//! The interface for a crate above that works on saved contents and host memory, outside of pauses and resumes.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,40 +12,40 @@ use sublet_protocol::wire::{
     Failure, FailureKind, HostProgress, HostStep, Reply, SaveStep, SpillStep,
 };
 
-/// The part of it that the thread which speaks asks. Waits for nothing.
+/// The part that the agent thread calls. Never blocks.
 pub trait Keeping<D: Driver>: Debug + Send + Sync {
-    /// Takes a step with the host memory of the next pause, and says how far that is.
+    /// Does a step with the host memory of the next pause, and reports the progress.
     fn host(self: Arc<Self>, step: HostStep) -> HostProgress;
 
-    /// To be called every now and then.
+    /// Does periodic work. The agent calls it from time to time.
     fn look(self: Arc<Self>);
 
-    /// The process ends: waits a bounded time for a driver call that is under way.
+    /// Prepares for the end of the process: waits a bounded time for a driver call under way.
     fn end(&self);
 
-    /// Its part for the thread that works.
+    /// Makes the part for the worker thread.
     fn desk(&self, member: &Arc<Member<D>>) -> Box<dyn Desk>;
 }
 
-/// The part of it that the thread which works asks, between steps of pauses and resumes.
+/// The part that the worker thread calls, between steps of pauses and resumes.
 pub trait Desk: Debug + Send {
-    /// Does one step for `connection`, and answers for it.
+    /// Does one step for `connection`, and answers.
     fn save(&mut self, connection: u64, step: SaveStep) -> Reply;
 
-    /// Does one step, unless nobody waits for it any more, and answers for it.
+    /// Does one step, unless no process waits for it any more, and answers.
     ///
     /// # Errors
     /// The answer of a step that failed.
     fn spill(&mut self, step: SpillStep, is_called_off: &AtomicBool) -> Result<Reply, Failure>;
 
-    /// Saved contents move: what reads them ends.
+    /// Ends all reads of saved contents, because the contents will move.
     fn stop(&mut self);
 
-    /// This connection, which had requested one of these steps, is closed.
+    /// Handles the end of a connection that had requested one of these steps.
     fn close(&mut self, connection: u64);
 }
 
-/// The refusal of a process that has no such part.
+/// The refusal of a process without this interface.
 pub(super) fn not_kept() -> Failure {
     // A program joined by the Rust crate `sublet-member` alone, which has no preparing, saving or moving of contents.
     // Nothing was changed. Join by `tenants::keep`.

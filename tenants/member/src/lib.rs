@@ -1,4 +1,4 @@
-//! One process's part in its tenant: what all its threads use, and the two threads that answer for it.
+//! One process's part in its tenant: the state that all its threads use, and the two threads that answer for the process.
 //!
 //! ```text
 //!   application threads --hooks--> Pool (its gate, its ledger) --> driver
@@ -6,8 +6,8 @@
 //!   worker thread, `Executor`: one phase at a time; the only thread of ours that drives the device
 //! ```
 //!
-//! [`Member`] is made of objects, each with locks of its own, which are leaves: nothing is called while they are held. One
-//! is none: the rounds' comes before that of [`Lifecycle`].
+//! [`Member`] consists of objects, each with locks of its own. The locks are leaves: nothing is called while they are held. The
+//! exception is the lock of the rounds, which comes before that of [`Lifecycle`].
 
 #![forbid(unsafe_code)]
 
@@ -72,9 +72,9 @@ pub struct Member<D: Driver> {
     notes: Arc<Notes>,
     waker: Waker,
     sharing: Sharing<D>,
-    /// Raised while a phase under way is to end early, because it will be undone.
+    /// Raised to end the phase under way early, because it will be undone.
     calling_off: CallingOff,
-    /// Raised while memory is brought back.
+    /// Raised while memory is restored.
     descriptor_limit: DescriptorLimit,
     asking: Asking,
     keeping: Option<Arc<dyn Keeping<D>>>,
@@ -91,7 +91,7 @@ impl<D: Driver> Member<D> {
         Self::join_with(config, driver, |_, _| None)
     }
 
-    /// As [`Member::join`], with what `keeping` makes of its memory and its place among others.
+    /// As [`Member::join`], with the interface that `keeping` makes from the process's memory and its presence.
     ///
     /// # Errors
     /// [`JoinError`]; nothing is left behind.
@@ -139,9 +139,9 @@ impl<D: Driver> Member<D> {
         Ok(member)
     }
 
-    /// Takes this process's name out of the tenant's directory, at its end. Waits a second at most, for a driver call
-    /// that pins host memory. While it is paused the name stays: an exit handler that needs its memory waits for a resume. The
-    /// name of a dead process goes with the next command.
+    /// Removes this process's name from the tenant's directory, at the end of the process. Waits a second at most, for a driver
+    /// call that pins host memory. While the process is paused the name stays: an exit handler that needs its memory waits for
+    /// a resume. The next command removes the name of a dead process.
     pub fn leave(&self) {
         self.presence.leave();
         self.keeping.iter().for_each(|keeping| keeping.end());
@@ -149,18 +149,18 @@ impl<D: Driver> Member<D> {
             return;
         }
         self.presence.remove_name();
-        // The agent closes it: what listens without a name is taken for one that has lost it.
+        // The agent closes the socket: a socket that listens without a name would count as one that lost its name.
         self.waker.wake();
     }
 
-    /// For a forked child, which is no member: closes its copy of the pool's file, where no other thread was changing it at
-    /// the fork. Blocks nowhere. All other descriptors are closed by [`vmm_pool::close_descriptors_in_child`], which needs no member.
+    /// For a forked child, which is no member: closes its copy of the pool's file, unless another thread was changing it at the
+    /// fork. Never blocks. [`vmm_pool::close_descriptors_in_child`] closes all other descriptors, and needs no member.
     pub fn let_go_in_child(&self) {
         self.descriptor_limit.put_back_in_child();
         self.pool.host_memory().close_file_in_child();
     }
 
-    /// Its state.
+    /// The state of the process.
     pub fn lifecycle(&self) -> &Lifecycle {
         &self.lifecycle
     }
@@ -170,7 +170,7 @@ impl<D: Driver> Member<D> {
         &self.notes
     }
 
-    /// The memory that it shares with others.
+    /// The memory that the process shares with others.
     pub fn sharing(&self) -> &Sharing<D> {
         &self.sharing
     }
@@ -184,24 +184,24 @@ impl<D: Driver> Member<D> {
         lock(&self.rounds)
     }
 
-    /// Its identity and its name in the run directory.
+    /// The process's identity and its name in the run directory.
     pub fn presence(&self) -> &Presence {
         &self.presence
     }
 
-    /// By how much its host memory may grow that holds so many bytes of contents. What comes out reads the machine's figures
-    /// each time.
+    /// Returns a function from the bytes of contents that host memory holds to the bytes by which it may grow. The function
+    /// reads the machine's figures each time.
     pub fn host_budget(&self) -> impl Fn(u64) -> HostBudget + Send + Sync + use<D> {
         let limits = self.config().host_limits;
         move |held_bytes| budget(held_bytes, &limits())
     }
 
-    /// Its device memory.
+    /// The process's device memory.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         &self.pool
     }
 
-    /// Its gate.
+    /// The process's gate.
     pub fn gate(&self) -> &Gate {
         self.pool.gate()
     }
@@ -211,7 +211,7 @@ impl<D: Driver> Member<D> {
         &self.cut
     }
 
-    /// Its settings.
+    /// The process's settings.
     pub fn config(&self) -> &MemberConfig {
         self.presence.config()
     }
@@ -221,7 +221,7 @@ impl<D: Driver> Member<D> {
         &self.config().captures
     }
 
-    /// Returns its identity, settings and state, for others.
+    /// Returns the process's identity, settings and state, for others.
     pub fn info(&self) -> MemberInfo {
         let (state, in_round, asked) = {
             let rounds = self.rounds();
@@ -232,7 +232,7 @@ impl<D: Driver> Member<D> {
             Selection::Standing(tags.to_pause(), Whose::Everybody)
         });
         let stays = match state {
-            // The driver has taken all of it with the contexts.
+            // The driver has taken all memory off the devices with the contexts.
             MemberState::Deep | MemberState::Faulted => Vec::new(),
             MemberState::Paused => self.pool.stays(&gave_up, true),
             MemberState::Active | MemberState::Offloading | MemberState::Restoring => {
@@ -276,19 +276,19 @@ impl<D: Driver> Member<D> {
         bytes.into_iter().map(row).collect()
     }
 
-    /// Returns figures on what it holds, for others. Does not wait for a phase under way.
+    /// Returns figures on the process's memory, for others. Does not wait for a phase under way.
     pub fn stats(&self) -> MemberStats {
         let member = self.info();
         let mut pool = self.pool.report();
         if member.state == MemberState::Deep {
-            // What a pause leaves in place the driver has taken with the contexts.
+            // The driver has also taken off the memory that a pause leaves in place, with the contexts.
             for device in &mut pool.devices {
                 device.pinned.clear();
                 device.classes.iter_mut().for_each(|class| class.resident_bytes = 0);
             }
         }
         let LoggedPhases { mut last, pause_times } = self.phase_log.all();
-        // All of one instant: host memory may be growing.
+        // All figures are of one instant: host memory may be growing.
         let held_bytes = pool.host_arena_bytes;
         let ahead = self.keeping.clone().map(|keeping| keeping.host(HostStep::Look));
         let host = HostProgress { held_bytes, ..ahead.unwrap_or_default() };
@@ -309,11 +309,11 @@ impl<D: Driver> Member<D> {
         }
     }
 
-    /// Does a call of this process wait for its memory, or for other ranks behind it?
+    /// Does a call of this process wait for its memory, or for other ranks at the cut?
     pub fn has_waiting_calls(&self) -> bool {
         !self.gate().waiting().is_empty() || self.cut.has_waiting()
     }
 }
 
-/// Time for exchanges between agents that need no device.
+/// The time limit for exchanges between agents that need no device.
 pub(crate) const AGENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! The state of a process, which [`state::next`] takes from one event to the next, and those who wait for it to change.
+//! The state of a process, the events that change it by [`state::next`], and the threads that wait for a change.
 //!
 //! Lock order: `stand` is a leaf.
 
@@ -13,7 +13,7 @@ use sublet_protocol::state::{self, Event, InvalidTransition, MemberState};
 use sublet_protocol::wire::Failure;
 use sublet_protocol::{identity::TenantName, scope::TagNames};
 
-/// See the head of this module.
+/// The state of a process: see the head of this module.
 #[derive(Debug)]
 pub struct Lifecycle {
     tenant: TenantName,
@@ -27,12 +27,12 @@ struct Stand {
     state: MemberState,
     changes: u64,
     changed_at: Instant,
-    /// The tags without which this process stands still; none where it runs, or is paused as a whole.
+    /// The tags without which this process is stopped; none if it runs, or is paused as a whole.
     without: Option<TagNames>,
 }
 
 impl Lifecycle {
-    /// Of a process that runs.
+    /// Makes the state of a process that runs.
     pub(super) fn new(tenant: TenantName, waker: Waker) -> Self {
         let (state, changed_at) = (MemberState::Active, Instant::now());
         let stand = Mutex::new(Stand { state, changes: 0, changed_at, without: None });
@@ -44,29 +44,29 @@ impl Lifecycle {
         lock(&self.stand).state
     }
 
-    /// The state now, and for how long it has been that.
+    /// The state now, and the time since the last change.
     pub fn since(&self) -> (MemberState, Duration) {
         let stand = lock(&self.stand);
         (stand.state, stand.changed_at.elapsed())
     }
 
-    /// Changes so far: each pause and resume, whole or by tag, makes two or more.
+    /// The number of changes so far: each pause and resume, whole or by tag, makes two or more.
     pub fn changes(&self) -> u64 {
         lock(&self.stand).changes
     }
 
-    /// Is all of its memory away that can be, since a pause?
+    /// Has a whole pause released all memory that can be released?
     pub fn is_paused_as_a_whole(&self) -> bool {
         let stand = lock(&self.stand);
         stand.state.is_away() && stand.without.is_none()
     }
 
-    /// The tags without which it stands still, or stood when the pause under way began.
+    /// The tags without which the process is stopped, or was when the pause under way began.
     pub(crate) fn stands_without(&self) -> Option<TagNames> {
         lock(&self.stand).without.clone()
     }
 
-    /// Notes what [`Lifecycle::stands_without`] is to say from the next change on.
+    /// Sets the result of [`Lifecycle::stands_without`] from the next change on.
     pub(super) fn stand_without(&self, tags: Option<TagNames>) {
         lock(&self.stand).without = tags;
     }
@@ -85,7 +85,7 @@ impl Lifecycle {
         Err(wrong_state(format!("process {PID} is {state:?}, and this step needs it {wanted:?}")))
     }
 
-    /// `event` has happened to it: tells all who wait.
+    /// Changes the state by `event`, and wakes all waiting threads.
     pub(super) fn transition(&self, event: Event) -> Result<(), InvalidTransition> {
         let (from, to) = {
             let mut stand = lock(&self.stand);
@@ -108,7 +108,7 @@ impl Lifecycle {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits for as long as `rest`, or until the process changes its state.
+    /// Waits for `rest`, or until the process changes its state.
     pub fn rest(&self, rest: Duration) {
         let woken = self.changed.wait_timeout(lock(&self.stand), rest);
         drop(woken.unwrap_or_else(PoisonError::into_inner));

@@ -1,5 +1,5 @@
-//! Processes that this one gives memory and saved contents to. The kernel says who asks: an id that somebody names says
-//! nothing.
+//! Processes that receive memory and saved contents from this one. The kernel tells which process asks: an id in a message
+//! proves nothing.
 
 use std::io::{self, ErrorKind};
 
@@ -14,7 +14,7 @@ use sublet_protocol::run_dir::TenantDir;
 use sublet_protocol::transport::{Connection, Peer};
 use sublet_protocol::wire::{Failure, FailureKind};
 
-/// Things that a process of another pid namespace is not given.
+/// Things that a process of another pid namespace does not get.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Given {
     Memory,
@@ -40,7 +40,7 @@ impl Presence {
         }))
     }
 
-    /// Refuses memory to a process that is not `importer`, the member of `dir` that it says to be.
+    /// Refuses memory to a process that is not `importer`, the member of `dir` whose name it uses.
     pub(super) fn check_importer(
         &self,
         client: &mut Client,
@@ -48,7 +48,7 @@ impl Presence {
         dir: Option<&TenantDir>,
         tenant: &TenantName,
     ) -> Result<(), Failure> {
-        // A process in no tenant of the family would have memory taken from under it by a pause of ours.
+        // A pause of our tenant would release memory under a process that is in no tenant of the family.
         let socket = dir.filter(|dir| dir.has_member(importer));
         let Some(socket) = socket.and_then(|dir| dir.socket_path(importer).ok()) else {
             return Err(no_process_of(importer, tenant));

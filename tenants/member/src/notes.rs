@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use vmm_pool::sync::lock;
 
-/// Notes beyond these are left out.
+/// The most notes; further ones are left out.
 const NOTES_MAX: usize = 32;
 
 /// Sentences that a process shows in its statistics, each once. Its lock is a leaf.

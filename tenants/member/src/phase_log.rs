@@ -1,4 +1,4 @@
-//! The phases of a process's last pause and resume, and how long its pauses took, for people.
+//! The phases of a process's last pause and resume, and the lengths of its pauses, for people.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -8,7 +8,7 @@ use vmm_pool::sync::lock;
 use sublet_protocol::phase::{Action, Stage};
 use sublet_protocol::wire::{PauseTimes, Phase, PhaseReport};
 
-/// See the head of this module. Its lock is a leaf.
+/// The log: see the head of this module. Its lock is a leaf.
 #[derive(Debug, Default)]
 pub(super) struct PhaseLog(Mutex<LoggedPhases>);
 
@@ -21,17 +21,17 @@ pub(super) struct LoggedPhases {
 }
 
 impl PhaseLog {
-    /// A pause or resume begins: forgets the last.
+    /// Records the begin of a pause or resume: forgets the last one.
     pub(super) fn begin(&self, action: Action) {
         lock(&self.0).last.remove(&action);
     }
 
-    /// Adds what a phase has done.
+    /// Adds the report of a phase.
     pub(super) fn record(&self, phase: Phase, report: &PhaseReport) {
         let action = match (phase.stage(), phase.action()) {
             (Stage::Prepare | Stage::Commit, Some(action)) => action,
             (Stage::AtRest, Some(Action::Pause)) => Action::Pause,
-            // A thaw comes before the resume begins, which clears what the last has left.
+            // A thaw comes before the resume begins, and that begin clears the last entries.
             (Stage::Abort | Stage::Settle, _)
             | (_, None)
             | (Stage::AtRest, Some(Action::Resume)) => return,
@@ -46,7 +46,7 @@ impl PhaseLog {
         }
     }
 
-    /// The last pause is over for all processes.
+    /// Records that the last pause is over for all processes.
     pub(super) fn end_pause(&self) {
         let mut logged = lock(&self.0);
         let pause = logged.last.get(&Action::Pause).into_iter().flatten();
@@ -54,7 +54,7 @@ impl PhaseLog {
         logged.pause_times.add(all_us);
     }
 
-    /// A copy of all.
+    /// Returns a copy of the log.
     pub(super) fn all(&self) -> LoggedPhases {
         lock(&self.0).clone()
     }

@@ -14,24 +14,24 @@ use sublet_protocol::identity::{FamilyName, MemberId, TenantName};
 use sublet_protocol::run_dir::{RunDir, RunDirError, SOCKET_EXTENSION, TenantDir};
 use sublet_protocol::transport::Listener;
 
-/// By when every process has its name again, after one has: busy machines take longer.
+/// The time within which every process makes its name again, after one process has: busy machines need longer.
 pub(super) const NAMES_AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// See the head of this module.
+/// The place of a process in the run directory: see the head of this module.
 #[derive(Debug)]
 pub struct Presence {
     id: MemberId,
     config: MemberConfig,
     dir: TenantDir,
     socket_path: PathBuf,
-    /// Its name is not put back where it goes.
+    /// Is the process at its end, so that a removed name is not made again?
     has_left: AtomicBool,
-    /// When its name was last put back.
+    /// The time when its name was last made again.
     new_name: Mutex<Option<Instant>>,
 }
 
 impl Presence {
-    /// Listens in the tenant's directory, under an identity of its own.
+    /// Listens in the tenant's directory, under a new identity.
     pub(super) fn begin(config: MemberConfig) -> Result<(Self, Listener), JoinError> {
         let what = "a random identity";
         let id = random_id().map_err(|source| JoinError::System { what, source })?;
@@ -41,7 +41,7 @@ impl Presence {
         Ok((Self { id, config, dir, socket_path, has_left, new_name }, listener))
     }
 
-    /// Its identity.
+    /// The process's identity.
     pub fn id(&self) -> MemberId {
         self.id
     }
@@ -51,12 +51,12 @@ impl Presence {
         &self.config.tenant
     }
 
-    /// The settings of its process.
+    /// The process's settings.
     pub fn config(&self) -> &MemberConfig {
         &self.config
     }
 
-    /// The family that it names.
+    /// The family that the process names.
     pub fn family(&self) -> Option<&FamilyName> {
         self.config.family.as_ref()
     }
@@ -67,28 +67,28 @@ impl Presence {
     }
 
     /// The directory of its tenant.
-    /// The directory of its tenant.
+    /// The directory of the process's tenant.
     pub fn dir(&self) -> &TenantDir {
         &self.dir
     }
 
-    /// The socket of its agent.
+    /// The socket of the process's agent.
     pub fn socket_path(&self) -> &Path {
         &self.socket_path
     }
 
-    /// The path at which the agent of `member`, of the same tenant, would listen. All identities are of one length, so
-    /// this path fits where the own one did.
+    /// The path at which the agent of `member`, of the same tenant, would listen. All identities are of one length, so this
+    /// path fits if the own one did.
     pub fn socket_path_of(&self, member: MemberId) -> PathBuf {
         self.socket_path.with_file_name(format!("{member}.{SOCKET_EXTENSION}"))
     }
 
-    /// Is its process at its end?
+    /// Is the process at its end?
     pub fn has_left(&self) -> bool {
         self.has_left.load(Ordering::SeqCst)
     }
 
-    /// Its process is at its end: the name stays until it is removed, and is not put back then.
+    /// Records that the process is at its end. Its name stays until it is removed, and is not made again after that.
     pub(super) fn leave(&self) {
         self.has_left.store(true, Ordering::SeqCst);
     }
@@ -99,21 +99,21 @@ impl Presence {
         }
     }
 
-    /// Puts the socket's name back, which has gone.
+    /// Makes the socket's name again after it was removed.
     pub(super) fn listen_again(&self) -> Result<Listener, RunDirError> {
         let listener = self.run_dir().listen_again(self.tenant(), self.id)?;
         *lock(&self.new_name) = Some(Instant::now());
         Ok(listener)
     }
 
-    /// Are the names of all processes where they belong, as far as can be told by the own one?
+    /// Are the names of all processes in their places, as far as the own name shows?
     pub(super) fn names_stay(&self) -> bool {
         let new_name = *lock(&self.new_name);
         let all_had_time = new_name.is_none_or(|since| since.elapsed() > NAMES_AGAIN_AFTER);
         all_had_time && (self.has_left() || self.dir.has_member(self.id))
     }
 
-    /// Processes of the tenant, this one too.
+    /// The number of processes of the tenant, including this one.
     pub fn members(&self) -> u64 {
         self.dir.members().map_or(1, |members| members.len().max(1) as u64)
     }

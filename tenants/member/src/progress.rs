@@ -1,7 +1,7 @@
-//! The progress of the pause or resume under way, as the proof that its next step needs.
+//! The progress of the pause or resume under way. It is the proof that the next step needs.
 //!
-//! The worker thread alone takes it: out for a step, and back with what the step has made of it. What the process is to
-//! others meanwhile is its [`sublet_protocol::state::MemberState`].
+//! Only the worker thread uses it: a step takes it out, and puts back the result. Meanwhile other processes see the
+//! [`sublet_protocol::state::MemberState`] of this process.
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{
@@ -9,43 +9,43 @@ use vmm_pool::{
     Returning, Selection,
 };
 
-/// See the head of this module.
+/// The progress: see the head of this module.
 #[derive(Debug, Default)]
 pub(super) enum Progress<D: Driver> {
-    /// A step has it. What such a step drops gives the keeper back to the pool.
+    /// A step has the progress. If the step drops it, the keeper returns to the pool.
     #[default]
     Taken,
-    /// Nothing is under way.
+    /// No action is under way.
     Rest(Keeper<D>),
-    /// The gate is shut for a pause of this memory, and the devices may be at work.
+    /// The gate is closed for a pause of this memory, and the devices may be at work.
     Draining(Draining<D>, Selection),
-    /// Its devices are drained.
+    /// The devices are drained.
     Quiesced(Quiesced<D>, Selection),
     /// Saving has failed half-way.
     Leaving(Leaving<D>),
-    /// All that comes before the release is done.
+    /// All steps before the release are done.
     Prepared(Prepared<D>),
-    /// Memory goes; this is the number of the next stage.
+    /// Memory is being released; this is the number of the next stage.
     Departing(Box<Departing<D>>, u32),
-    /// This memory is released, and what stays is still to be told. Nothing else is under way.
+    /// This memory is released, and the report of staying memory is still due. No other action is under way.
     Released(Keeper<D>, Selection),
-    /// The process's contexts are away, or about to leave or to come. Nothing else is under way, and no step can begin: there is nothing here to
-    /// call the driver with.
+    /// The process's contexts are off the devices, or about to leave or to be restored. No other action is under way, and no
+    /// step can begin: this state has nothing to call the driver with.
     Frozen(Frozen<D>),
-    /// Own memory comes back; this is the number of the next stage.
+    /// Own memory is being restored; this is the number of the next stage.
     Arriving(Arriving<D>, u32),
-    /// Own memory is back, and imports follow.
+    /// Own memory is restored, and imports follow.
     Returning(Returning<D>),
-    /// All that comes before the gate opens is done.
+    /// All steps before the gate opens are done.
     Restored(Restored<D>),
 }
 
-/// The end of a pause or resume whose coordinator is gone, as far as one process alone knows it.
+/// The end of a pause or resume whose coordinator has ended, as far as one process alone knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Outlook {
-    /// Nobody was told to commit: it has not prepared.
+    /// Abort: this process has not prepared, so no process was told to commit.
     Aborts,
-    /// Going on is as good as going back; where it has begun to release, it was told to, and goes on.
+    /// The process can go on as well as go back. If it has begun to release, it was told to, and goes on.
     InDoubt,
 }
 
@@ -56,7 +56,7 @@ impl<D: Driver> Progress<D> {
         if is_in_doubt { Outlook::InDoubt } else { Outlook::Aborts }
     }
 
-    /// The context is lost: what is under way is neither finished nor undone.
+    /// Gives up the action under way after the loss of the context: it is neither finished nor undone.
     pub(super) fn abandon(self) {
         match self {
             Self::Leaving(leaving) => leaving.abandon(),
@@ -75,7 +75,8 @@ impl<D: Driver> Progress<D> {
     }
 }
 
-/// Defines functions that return what a step needs, if the stage is the right one. Another stage is returned as it is.
+/// Defines functions that return the values of a stage, if the progress is at that stage. Otherwise they return the progress as
+/// it is.
 macro_rules! into {
     ($($(#[$doc:meta])* $name:ident: $stage:pat => $needs:expr => $what:ty;)*) => {
         impl<D: Driver> Progress<D> {$(
@@ -93,7 +94,7 @@ macro_rules! into {
 into! {
     into_draining: Self::Draining(step, memory) => (step, memory) => (Draining<D>, Selection);
     into_quiesced: Self::Quiesced(step, memory) => (step, memory) => (Quiesced<D>, Selection);
-    /// For whatever begins.
+    /// The keeper, for any action that begins.
     into_keeper: Self::Rest(step) | Self::Released(step, _) => step => Keeper<D>;
     into_frozen: Self::Frozen(step) => step => Frozen<D>;
     into_released: Self::Released(step, memory) => (step, memory) => (Keeper<D>, Selection);
@@ -107,7 +108,8 @@ into! {
     reason = "every other stage is out of turn, also a new one"
 )]
 impl<D: Driver> Progress<D> {
-    /// For stage number `stage`, or for all that is left; with the number of the next stage. From here on there is no way back.
+    /// For stage number `stage`, or for all that is left; with the number of the next stage. After this the pause cannot be
+    /// undone.
     pub(super) fn into_departing(
         self,
         stage: Option<u32>,

@@ -1,12 +1,12 @@
-//! The pauses and resumes of a process, one at a time, and what it was told of their ends.
+//! The pauses and resumes of a process, one at a time, and the orders that it got about their ends.
 //!
-//! A round is one pause or resume. The leader sends all its orders over one connection, and orders of other rounds are
-//! refused as long as it is under way: two that lead at a time, each without knowing of the other, do not both get what
-//! they want. [`Order::Settle`](sublet_protocol::phase::Order::Settle) is no order of a round: it ends the one under way.
+//! A round is one pause or resume. The leader sends all its orders over one connection. Orders of other rounds are refused
+//! while it is under way. So if two coordinators lead at a time, each without knowing of the other, only one of them succeeds.
+//! [`Order::Settle`](sublet_protocol::phase::Order::Settle) is no order of a round: it ends the round under way.
 //!
-//! A process keeps what it was told of a round's end. Others may ask for it later, because the coordinator has ended.
-//! Nobody asks about a round that no other process took part in, so such rounds displace nothing. A process may pause
-//! and resume by itself as often as it likes, while another one is still to ask.
+//! A process keeps its orders about a round's end. Others may ask for them later, after the coordinator has ended. No process
+//! asks about a round in which no other process took part, so such rounds displace no entry. A process may pause and resume
+//! itself any number of times before another process asks.
 
 use std::collections::VecDeque;
 
@@ -14,16 +14,17 @@ use super::progress::Outlook;
 use sublet_protocol::phase::Stage;
 use sublet_protocol::wire::{Asked, RoundEnd};
 
-/// Rounds of several processes that are remembered. No next one begins while a process is half-way in the last, as long as
-/// commands take turns; the others are for when they do not, because their lock's file was removed.
+/// The number of rounds of several processes that are remembered. While commands take turns, no further round begins as long as
+/// a process is half-way in the last one. The other entries are for commands that do not take turns, because their lock's file
+/// was removed.
 const PAST_MAX: usize = 16;
 
 /// The end of a pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Verdict {
-    /// One was told to commit.
+    /// A process was told to commit.
     Commit,
-    /// None was told to commit.
+    /// No process was told to commit.
     Abort,
 }
 
@@ -40,7 +41,7 @@ impl From<Verdict> for RoundEnd {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct OfRound {
     pub(super) round: u64,
-    /// No other process takes part.
+    /// Does no other process take part?
     pub(super) alone: bool,
     pub(super) stage: Stage,
 }
@@ -48,21 +49,21 @@ pub(super) struct OfRound {
 /// The decision on an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Admission {
-    /// It is taken.
+    /// The order is followed.
     Taken,
-    /// It undoes what has not begun here, or is undone.
+    /// The order undoes a round that has not begun here, or is undone.
     NothingToUndo,
-    /// Another round is under way, or its own is over here.
+    /// Another round is under way, or the order's round is over here.
     Refused,
 }
 
-/// See the head of this module.
+/// The rounds of a process: see the head of this module.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Rounds {
-    /// The connection of the leader, also before the first order of a round: it holds ranks on the way to a cut.
+    /// The connection of the leader, even before the first order of a round, while it holds ranks on the way to a cut.
     leader: Option<u64>,
     under_way: Option<Round>,
-    /// The newest last.
+    /// Finished rounds, the newest last.
     past: VecDeque<(u64, RoundEnd)>,
     /// The last step that was requested, for people.
     pub(super) asked: Option<Asked>,
@@ -73,7 +74,7 @@ struct Round {
     number: u64,
     alone: bool,
     told: RoundEnd,
-    /// The leader leads it no more, so that none of its orders is taken.
+    /// Has the leader stopped leading the round, so that no order of it is followed?
     is_closed: bool,
 }
 
@@ -83,17 +84,16 @@ impl Rounds {
         self.leader
     }
 
-    /// Lets `connection` lead, where nobody else does.
+    /// Lets `connection` lead, unless another connection does.
     pub(super) fn lead(&mut self, connection: u64) -> bool {
         *self.leader.get_or_insert(connection) == connection
     }
 
-    /// Looks at an order that has come over `connection`. A process that `rests` is neither on its way to a pause nor to
-    /// a resume.
+    /// Decides on an order from `connection`. A process that `rests` is neither on its way to a pause nor to a resume.
     pub(super) fn admit(&mut self, connection: u64, order: OfRound, rests: bool) -> Admission {
         let OfRound { round, alone, stage } = order;
         if self.under_way.is_some_and(|open| open.is_closed && open.number != round) && rests {
-            // Its leader has ended, and there is nothing to be settled.
+            // The leader has ended, and no round is to be settled.
             self.end_round();
         }
         let leads = self.leader.is_none_or(|leader| leader == connection);
@@ -109,7 +109,7 @@ impl Rounds {
                 self.remember(round, alone, RoundEnd::Abort);
                 return Admission::Taken;
             }
-            // It is half-way, because it could not be undone before.
+            // The round is half-way, because it could not be undone before.
             (Some(open), Stage::Abort) if open.number == round && open.is_closed && !rests => {
                 return Admission::Refused;
             }
@@ -130,13 +130,13 @@ impl Rounds {
         Admission::Taken
     }
 
-    /// Is this round under way, and led over `connection`?
+    /// Is this round under way, with `connection` as its leader?
     pub(super) fn is_led(&self, connection: u64, round: u64) -> bool {
         let is_open = self.under_way.is_some_and(|open| open.number == round && !open.is_closed);
         is_open && self.leader == Some(connection)
     }
 
-    /// The leader leads no more. Answers which round is to be settled.
+    /// Ends the lead. Returns the round that is to be settled.
     pub(super) fn end_leading(&mut self) -> Option<u64> {
         self.leader = None;
         let open = self.under_way.as_mut()?;
@@ -144,7 +144,7 @@ impl Rounds {
         Some(open.number)
     }
 
-    /// The last step of what was led over `connection` is answered. What it leads since then goes on.
+    /// Ends the lead of `connection` after the answer to its last step. A round that it leads since then goes on.
     pub(super) fn stop_leading(&mut self, connection: u64) {
         let is_open = self.under_way.is_some_and(|open| !open.is_closed);
         if !is_open && self.leader == Some(connection) {
@@ -162,14 +162,14 @@ impl Rounds {
         self.under_way.map(|open| open.number)
     }
 
-    /// Returns what was told of the end of `round`.
+    /// Returns the order that was given about the end of `round`.
     pub(super) fn told(&self, round: u64) -> RoundEnd {
         let open = self.under_way.filter(|open| open.number == round).map(|open| open.told);
         let past = || self.past.iter().rev().find(|(past, _)| *past == round).map(|past| past.1);
         open.or_else(past).unwrap_or(RoundEnd::Open)
     }
 
-    /// This process has found out how `round` ends, which counts as told from then on.
+    /// Records the end of `round` that this process has found out. It counts as an order from then on.
     pub(super) fn decide(&mut self, round: u64, verdict: Verdict) {
         if let Some(open) = self.under_way.as_mut().filter(|open| open.number == round) {
             open.told = verdict.into();
@@ -178,7 +178,7 @@ impl Rounds {
         }
     }
 
-    /// The last step of `round` was taken. One that has failed, so that the process does not rest, leaves it to be settled.
+    /// Ends `round` after its last step. If that step failed, so that the process does not rest, the round stays to be settled.
     pub(super) fn last_step_taken(&mut self, round: u64, rests: bool) {
         if self.under_way() != Some(round) {
             return;
@@ -211,7 +211,7 @@ impl Rounds {
     }
 }
 
-/// Returns how a round ends, as far as a process that takes part knows without asking anybody.
+/// Returns the end of a round, as far as a participating process knows it without asking others.
 pub(super) fn known(outlook: Outlook, told: RoundEnd) -> Option<Verdict> {
     match (outlook, told) {
         (Outlook::InDoubt, RoundEnd::Commit) => Some(Verdict::Commit),
@@ -220,7 +220,7 @@ pub(super) fn known(outlook: Outlook, told: RoundEnd) -> Option<Verdict> {
     }
 }
 
-/// The answers of the others about a round's end so far.
+/// The answers of other processes about a round's end so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Said {
     commits: bool,
@@ -228,7 +228,7 @@ pub(super) struct Said {
 }
 
 impl Said {
-    /// One says that it was told this.
+    /// Adds the answer of one process.
     pub(super) fn hear(&mut self, told: RoundEnd) {
         match told {
             RoundEnd::Open => {}
@@ -237,7 +237,7 @@ impl Said {
         }
     }
 
-    /// Returns the verdict that follows from the answers, whatever others will say.
+    /// Returns the verdict that follows from the answers, whatever other processes will answer.
     pub(super) fn verdict(self) -> Option<Verdict> {
         match self {
             Self { commits: true, .. } => Some(Verdict::Commit),

@@ -1,6 +1,6 @@
-//! Memory that a process shares with others: what it lends, and what it imports.
+//! Memory that a process shares with others: the memory that it lends, and the memory that it imports.
 //!
-//! Lock order: all locks here are leaves. No answer of another process is waited for under one.
+//! Lock order: all locks here are leaves. No thread waits for another process's answer under one.
 
 mod borrowing;
 mod fetch;
@@ -23,14 +23,14 @@ use sharers::Sharers;
 use super::{lifecycle::Lifecycle, presence::Presence};
 use sublet_protocol::identity::MemberId;
 
-/// See the head of this module.
+/// The shared memory of a process: see the head of this module.
 #[derive(Debug)]
 pub struct Sharing<D: Driver> {
     pool: Arc<Pool<D>>,
     presence: Arc<Presence>,
     lifecycle: Arc<Lifecycle>,
     sharers: Sharers<D>,
-    /// Processes of other tenants that memory was lent to.
+    /// Processes of other tenants to which memory was lent.
     borrowers: Mutex<HashMap<MemberId, KnownBorrower>>,
 }
 
@@ -44,7 +44,7 @@ impl<D: Driver> Sharing<D> {
         Self { pool, presence, lifecycle, sharers, borrowers: Mutex::default() }
     }
 
-    /// The processes that memory is shared with.
+    /// The processes with which memory is shared.
     pub(super) fn sharers(&self) -> &Sharers<D> {
         &self.sharers
     }

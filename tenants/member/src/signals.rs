@@ -11,11 +11,11 @@ use nix::{errno::Errno, fcntl::OFlag};
 #[derive(Clone, Debug)]
 pub(super) struct Waker(Arc<OwnedFd>);
 
-/// The agent's end.
+/// The agent's end of the pipe.
 #[derive(Debug)]
 pub(super) struct Wakeups(pub(super) OwnedFd);
 
-/// Both ends of a pipe.
+/// Makes both ends of a pipe.
 pub(super) fn wake_pair() -> io::Result<(Waker, Wakeups)> {
     let (read, write) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
     Ok((Waker(Arc::new(write)), Wakeups(read)))
@@ -23,7 +23,7 @@ pub(super) fn wake_pair() -> io::Result<(Waker, Wakeups)> {
 
 impl Waker {
     pub(super) fn wake(&self) {
-        // A full pipe wakes as well as one byte more would.
+        // If the pipe is full, the agent wakes anyway.
         let _woken = nix::unistd::write(&*self.0, &[1]);
     }
 }
@@ -35,7 +35,7 @@ impl Wakeups {
     }
 }
 
-/// Ends a wait inside a phase early. Raised by the agent, seen by the worker, which alone lowers it.
+/// Ends a wait inside a phase early. The agent raises it, and the worker sees it; only the worker lowers it.
 #[derive(Debug)]
 pub(super) struct CallingOff {
     raise: Sender<()>,
@@ -51,7 +51,7 @@ impl Default for CallingOff {
 
 impl CallingOff {
     pub(super) fn raise(&self) {
-        // Both ends live as long as this does.
+        // Both ends live as long as this object.
         let _sent = self.raise.send(());
     }
 
@@ -63,7 +63,7 @@ impl CallingOff {
         !self.raised.is_empty()
     }
 
-    /// For waiting on it together with something else, without taking what is in it.
+    /// The receiver, for waiting on it together with other events. The wait leaves the message in it.
     pub(super) fn receiver(&self) -> &Receiver<()> {
         &self.raised
     }

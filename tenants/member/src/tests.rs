@@ -1,4 +1,4 @@
-//! Members behind a pause by tag, a freeze and a panic.
+//! Members after a pause by tag, a freeze and a panic.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -85,7 +85,7 @@ fn veto(name: &'static str) -> Option<String> {
     (vetoes.1 == name).then(|| format!("a reason of {name}"))
 }
 
-/// A look of the first finds what the next needs, and none of them may be asked once one has refused.
+/// The look of the first feature finds facts that the next needs. No feature may be asked after one has refused.
 #[test]
 fn features_keep_the_gate_open_in_one_order_and_only_those_that_the_pause_uses() {
     const ORDER: [&str; 4] = ["unfreezable", "ungated", "unseen_pins", "unseen_nccl"];
@@ -129,7 +129,7 @@ fn what_lies_unread_counts_for_whoever_asks() {
         let order = phase.order(&Told::new(&Scope::Whole, &[]));
         Request::Phase(TakePhase { round: 7, alone: false, order, timeout_ms: 30_000 })
     };
-    // Its question is read before what came over a later connection.
+    // The asking process's question is read before messages on a later connection.
     let mut asker = connect();
     assert!(matches!(asker.exchange(&Request::Hello, 0, soon()).unwrap().0, Reply::Member(_)));
     let mut leader = connect();
@@ -138,7 +138,7 @@ fn what_lies_unread_counts_for_whoever_asks() {
         assert!(matches!(reply, Reply::PhaseDone(..)), "{phase:?}: {reply:?}");
     }
     {
-        // The agent looks at nothing meanwhile.
+        // The agent reads nothing meanwhile.
         let _held = member.rounds();
         let question = Request::Withdraw(Withdraw { round: 7 });
         asker.send(&question, &[], soon()).unwrap();

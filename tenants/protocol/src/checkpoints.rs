@@ -1,14 +1,15 @@
-//! The driver's calls about other processes: where one stands, and taking its contexts off the devices and back.
+//! The driver's calls about other processes: they tell a process's state, take its contexts off the devices, and restore them.
 //!
-//! The driver lets no process make them about itself, and a process whose contexts are away may make none. So a process of a job has a child make
-//! them, which is the `sublet` command and has no other part in the job (`tenants/deep`).
+//! The driver lets no process make these calls about itself, and a process whose contexts are off the devices may make none. So
+//! a process of a job has a child make them. The child is the `sublet` command, and has no other part in the job
+//! (`tenants/deep`).
 
 use std::time::Duration;
 
 use vmm_pool::driver::DriverCode;
 pub use vmm_pool::driver::ProcessState;
 
-/// Why the driver did not do its part for one process.
+/// The reason why the driver did not freeze or restore one process.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
@@ -24,7 +25,7 @@ pub enum CheckpointError {
     #[error("{call} did not return within {} s", waited.as_secs())]
     Silent {
         call: &'static str,
-        /// For how long it was waited for.
+        /// The time for which the caller waited.
         waited: Duration,
     },
     /// The process is not in the state that the driver needs before it can freeze or restore it. The contents are
@@ -33,26 +34,27 @@ pub enum CheckpointError {
     State { state: ProcessState },
 }
 
-/// There is no driver here that can, for this `reason`.
+/// The error for a machine without a driver that can do this, with the `reason`.
 pub fn unavailable(reason: String) -> CheckpointError {
     CheckpointError::Unavailable { reason }
 }
 
-/// A call of the driver's that moves another process.
+/// A driver call that freezes or restores another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// Has the process's driver calls wait from now on. Waits for those under way, for so long at most: then it fails, and the process runs on.
+    /// Makes the process's driver calls wait from now on. Waits this long at most for calls under way. After that it fails, and
+    /// the process runs on.
     Lock(Duration),
-    /// Takes what a locked process has on devices off them. Blocks as long as that takes.
+    /// Takes all that a locked process has on devices off them. Blocks until that is done.
     Checkpoint,
-    /// Undoes that. Blocks as long as that takes; when it fails with `OUT_OF_MEMORY` it can be tried again.
+    /// Undoes a checkpoint. Blocks until that is done. After a failure with `OUT_OF_MEMORY` it can be tried again.
     Restore,
     /// Lets the calls of a locked process go on.
     Unlock,
 }
 
 impl Call {
-    /// The driver's name for it.
+    /// The driver's name of this call.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lock(_) => "cuCheckpointProcessLock",
@@ -63,9 +65,9 @@ impl Call {
     }
 }
 
-/// The calls of the driver's that are about another process, by its id in this pid namespace. From any thread.
+/// The driver's calls about another process, named by its id in this pid namespace. From any thread.
 pub trait Checkpointer: std::fmt::Debug + Send + Sync {
-    /// Returns where a process stands, as the driver says. Does not wait for the process.
+    /// Returns the state of a process, as the driver reports it. Does not wait for the process.
     ///
     /// # Errors
     /// [`CheckpointError`].

@@ -1,4 +1,4 @@
-//! The settings by which a tenant takes turns with others, and the texts by which its processes say them.
+//! The settings by which a tenant takes turns with others, and their texts.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -43,7 +43,7 @@ pub struct ClassError {
 
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Serde has the names.
+        // Serde defines the names.
         self.serialize(f)
     }
 }
@@ -71,10 +71,10 @@ pub struct WeightError {
 }
 
 impl Weight {
-    /// The largest.
+    /// The largest weight.
     pub const MAX: u32 = 100;
 
-    /// The number.
+    /// The weight as a number.
     pub fn get(self) -> u64 {
         u64::from(self.0.get())
     }
@@ -101,14 +101,15 @@ impl FromStr for Weight {
     }
 }
 
-/// The settings of a tenant for turns. Written and read as `auto,deep,class=background,weight=2,wait=2m`, or some of
-/// these, in any order.
+/// The settings of a tenant for turns. They are written and read as `auto,deep,class=background,weight=2,wait=2m`, or some of
+/// these parts, in any order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TurnSettings {
-    /// Do its resumes, and allocations that its devices have no room for, queue for others to make way, and do its processes
-    /// come back by themselves when they were paused for another?
+    /// Do its resumes and its allocations wait in the queue for other tenants to free memory when its devices have too little?
+    /// Do its processes also resume without a command after a pause for another tenant?
     pub queues: bool,
-    /// Do its contexts leave too while it is paused: after this time, or when another lacks their room? `deep` alone is a minute.
+    /// Do its contexts leave the devices too during a pause: after this time, or when another tenant lacks room? `deep` alone
+    /// means one minute.
     pub deep: Option<Duration>,
     /// Its rank among the others.
     pub class: Class,
@@ -140,10 +141,11 @@ pub enum TurnSettingsError {
 }
 
 impl TurnSettings {
-    /// For an allocation: less than the ten minutes after which PyTorch's watchdog ends a job whose ranks wait for each other.
+    /// The wait of an allocation: less than the ten minutes after which PyTorch's watchdog ends a job whose ranks wait for each
+    /// other.
     const WAIT: Duration = Duration::from_mins(2);
-    /// The time for which a paused tenant keeps its contexts: they leave and come back in less than a second, which is
-    /// little of a minute.
+    /// The time for which a paused tenant keeps its contexts. They leave and return in less than a second, a small
+    /// part of this minute.
     const REST: Duration = Duration::from_mins(1);
 }
 

@@ -1,4 +1,4 @@
-//! Why something failed: one word of a closed list, the same in messages, in JSON, and as the place in `docs/errors.md`.
+//! The reason for a failure: one word of a closed list, the same in messages, in JSON, and as the place in `docs/errors.md`.
 //!
 //! That page is made of the comments here (`SUBLET_WRITE_ERRORS=1 cargo xtask tidy`), and `sublet explain` prints them.
 
@@ -93,7 +93,7 @@ pub enum Code {
 }
 
 impl Code {
-    /// All of them.
+    /// All codes.
     pub const ALL: [Self; 19] = [
         Self::Usage,
         Self::NoSuchTenant,
@@ -116,17 +116,17 @@ impl Code {
         Self::Other,
     ];
 
-    /// The exit code of a command that failed for this and left everything as it was.
+    /// The exit code of a command that failed with this code and changed nothing.
     pub const fn exit(self) -> u8 {
         self.outside(false).0
     }
 
-    /// The number that C has for it (`SUBLET_ERROR_`), which Python has a class for.
+    /// The number of the code in C (`SUBLET_ERROR_`). Python has a class for each number.
     pub const fn number(self, is_retryable: bool) -> i32 {
         self.outside(is_retryable).1
     }
 
-    /// The exit code and the number of the C interface of each.
+    /// Returns the exit code, and the number in the C interface, of each code.
     const fn outside(self, is_retryable: bool) -> (u8, i32) {
         let refused = if is_retryable { 3 } else { 4 };
         match self {
@@ -154,7 +154,7 @@ impl Code {
 
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Serde has the words.
+        // Serde defines the words.
         self.serialize(f)
     }
 }

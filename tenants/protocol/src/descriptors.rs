@@ -1,9 +1,9 @@
-//! Descriptors of this process: how many it may open. All that the table names are [`vmm_pool::Uninherited`], but for tickets, wake pipe and what a
-//! reply has just brought.
+//! Descriptors of this process, and the limit on their number. All descriptors in the table are [`vmm_pool::Uninherited`],
+//! except for tickets, the wake pipe and the descriptors of a reply that just arrived.
 //!
-//! The limit is raised while a resume needs more than the application ever had: an owner exports a descriptor for each allocation
-//! that it shares, and holds them until all have theirs. It is not raised for good: programs close all numbers up to it, and those that
-//! use `select` rely on small ones.
+//! The limit is raised while a resume needs more descriptors than the application ever had. An owner exports a descriptor for
+//! each allocation that it shares, and holds all of them until every importer has its own. The limit is not raised for good:
+//! some programs close all numbers up to it, and programs that use `select` rely on small ones.
 //!
 //! | descriptor | owner | until |
 //! | --- | --- | --- |
@@ -14,7 +14,7 @@
 //! | claim to a turn; budget file; locks | the member | the turn, the process, the action ends |
 //! | descriptors in a reply | the receiver, close-on-exec from the receive on | the import is made |
 //! | listener, connections, wake pipe | agent | the process ends |
-//! | reserve, four | agent | a connection takes the place of one where the application has used all others up |
+//! | reserve, four | agent | a connection uses the number, after the application has used all others up |
 
 use std::os::fd::AsFd;
 use std::sync::Mutex;
@@ -23,7 +23,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmm_pool::UninheritedFd;
 use vmm_pool::sync::lock;
 
-/// Descriptors that are left to the application and the rest of us.
+/// Descriptors that are left to the application and to the rest of Sublet.
 const DESCRIPTORS_KEPT_FREE: usize = 32;
 
 /// Returns the most descriptors that this process may have open: its soft limit.
@@ -32,22 +32,23 @@ fn descriptor_limit() -> usize {
         .map_or(usize::MAX, |(soft, _)| usize::try_from(soft).unwrap_or(usize::MAX))
 }
 
-/// Returns how many descriptors this process may open now, less a few that are kept free.
+/// Returns how many descriptors this process may open now, except for a few that are kept free.
 pub fn free_descriptors() -> usize {
     let limit = descriptor_limit();
-    // Where /proc cannot be read, as many as are likely to be free.
+    // If /proc cannot be read, half the limit counts as open.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit / 2, Iterator::count);
     limit.saturating_sub(open + DESCRIPTORS_KEPT_FREE)
 }
 
-/// Descriptors that are kept for connections: an application that has used all others up can still be reached, by so many at a time.
+/// Descriptors that are kept for connections. They let this many peers at a time reach an application that has used all others
+/// up.
 #[derive(Debug, Default)]
 pub struct Reserve(Vec<UninheritedFd>);
 
 impl Reserve {
     const KEPT: usize = 4;
 
-    /// Takes what is missing, as copies of `any`, as far as there is room.
+    /// Adds the missing descriptors, as copies of `any`, as far as there is room.
     pub fn fill(&mut self, any: &impl AsFd) {
         while self.0.len() < Self::KEPT {
             let Ok(copy) = any.as_fd().try_clone_to_owned() else { return };
@@ -55,16 +56,16 @@ impl Reserve {
         }
     }
 
-    /// Gives one up, for a descriptor that is opened next. False where there is none.
+    /// Closes one, to free its number for the next descriptor that is opened. False if none is left.
     pub fn give_up(&mut self) -> bool {
         self.0.pop().is_some()
     }
 }
 
-/// More than any tenant shares, and no more than programs can go through one by one.
+/// This limit is more than any tenant shares, and no more than programs can go through one by one.
 const ENOUGH: u64 = 1 << 20;
 
-/// The raise of the soft limit of open files, with the former limit; none while it is not raised.
+/// The raise of the soft limit of open files, with the former limit; none if it is not raised.
 #[derive(Debug, Default)]
 pub struct DescriptorLimit(Mutex<Option<Raised>>);
 
@@ -75,7 +76,7 @@ struct Raised {
 }
 
 impl DescriptorLimit {
-    /// Raises the soft limit to the hard one, or to what is enough, until [`DescriptorLimit::put_back`].
+    /// Raises the soft limit to the hard one, or to a sufficient number, until [`DescriptorLimit::put_back`].
     pub fn raise(&self) {
         let mut raised = lock(&self.0);
         let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
@@ -91,7 +92,7 @@ impl DescriptorLimit {
         }
     }
 
-    /// Puts it back, unless the application has set another meanwhile.
+    /// Restores the former limit, unless the application has set another meanwhile.
     pub fn put_back(&self) {
         put_back(&mut lock(&self.0));
     }

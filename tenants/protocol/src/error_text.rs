@@ -1,4 +1,4 @@
-//! Errors, and what others wrote, as one line of text.
+//! Errors, and texts from other processes, as one line of text.
 
 use std::error::Error;
 use std::io;
@@ -6,8 +6,8 @@ use std::io;
 use nix::errno::Errno;
 use serde::{Deserialize, Deserializer};
 
-/// The error and everything behind it, in one line. A cause that the text holds already is not said twice. Where this process has no descriptor left,
-/// what helps follows.
+/// The error and all its causes, in one line. A cause that the text already contains is not repeated. If this process has no
+/// descriptor left, the remedy follows.
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = causes(error);
     let mut cause = Some(error);
@@ -22,16 +22,16 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
-/// Longest text that is taken from another process about its failure, in bytes.
+/// Longest text that is accepted from another process about its failure, in bytes.
 const PEERS_TEXT_BYTES_MAX: usize = 4096;
 
-/// Does a terminal show this character? Controls, marks that turn the direction of text, and those of no width it obeys.
+/// Does a terminal show this character? It obeys controls, marks that turn the direction of text, and characters without width.
 pub(crate) fn is_shown(character: char) -> bool {
     matches!(character, '\'' | '"' | '\\') || character.escape_debug().len() == 1
 }
 
-/// `text` in one line that a terminal shows and does not obey. Other characters stand as JSON writes them: a document of JSON keeps
-/// its meaning.
+/// `text` in one line that a terminal shows and does not obey. Other characters are written as JSON writes them, so that a JSON
+/// document keeps its meaning.
 pub fn plain(text: &str) -> String {
     plain_by("\\u", text)
 }

@@ -1,10 +1,10 @@
-//! Families of tenants: tenants may open each other's device memory if their processes name one family.
+//! Families of tenants: tenants may open each other's device memory if their processes name the same family.
 //!
-//! Their pauses stay their own: no cut, no lock and no frozen moment is common to two tenants. So references are not traced
-//! across them; memory is *lent*, on a lease that ends with its last use (`vmm-pool/src/ledger/tickets.rs`).
+//! Their pauses stay separate: two tenants share no cut, no lock and no frozen moment. So references are not traced across
+//! tenants. Memory is *lent*, on a lease that ends with its last use (`vmm-pool/src/ledger/tickets.rs`).
 //!
-//! Both sides must name it. The owner decides, over what the importer says of itself: processes of one user trust each
-//! other's word, as they could read each other's memory anyway (`docs/security.md`).
+//! Both sides must name the family. The owner decides, and relies on the importer's statement about itself. Processes of one
+//! user trust each other's word, as they could read each other's memory anyway (`docs/security.md`).
 
 use crate::identity::{FamilyName, TenantName};
 
@@ -13,11 +13,11 @@ use crate::identity::{FamilyName, TenantName};
 pub struct Standing<'a> {
     /// Its tenant.
     pub tenant: &'a TenantName,
-    /// The family that it names.
+    /// The family that the process names.
     pub family: Option<&'a FamilyName>,
 }
 
-/// Why a process of one tenant may not open memory of another's.
+/// The reason why a process of one tenant may not open memory of another tenant.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FamilyRefusal {
@@ -52,7 +52,7 @@ pub enum FamilyRefusal {
 /// May `borrower`, a process of another tenant, open memory of `lender`?
 ///
 /// # Errors
-/// [`FamilyRefusal`], which names both and what is to be added where.
+/// [`FamilyRefusal`], which names both tenants and the missing setting.
 pub fn admit(lender: Standing<'_>, borrower: Standing<'_>) -> Result<(), FamilyRefusal> {
     let tenants = || (lender.tenant.clone(), borrower.tenant.clone());
     let one_sided = |named_by: &TenantName, missing: &TenantName, family: &FamilyName| {

@@ -1,9 +1,9 @@
 //! The host memory that a pause may take, and the limits on it.
 //!
-//! Three things limit it: the user's word (`SUBLET_HOST_BYTES_MAX`), the memory limits of the control groups
-//! that a process is in, and what the kernel calls available. Each process says what it needs and what limits
-//! it; the coordinator adds up all processes that share a limit, so that a tenant is refused as a whole before
-//! any of its memory was released. Another tenant that pauses at the same time is not seen.
+//! Three things limit that memory: the user's setting (`SUBLET_HOST_BYTES_MAX`), the memory limits of the process's control
+//! groups, and the memory that the kernel calls available. Each process reports its need and its limits. The coordinator adds
+//! up all processes that share a limit. So a tenant is refused as a whole before any of its memory is released. Another tenant
+//! that pauses simultaneously is not seen.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,16 +18,16 @@ use crate::identity::id_text;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitKind {
-    /// `SUBLET_HOST_BYTES_MAX`: for all that the tenant keeps on the host.
+    /// `SUBLET_HOST_BYTES_MAX`: for all saved contents that the tenant keeps on the host.
     Configured,
-    /// `MemAvailable` of `/proc/meminfo`, less a tenth that stays for everybody else.
+    /// `MemAvailable` of `/proc/meminfo`, less a tenth that stays for other processes.
     Available,
-    /// The memory limit of a control group, of which a tenth of what is free stays for everybody else: who exceeds it
-    /// is killed, and a job's memory grows meanwhile. Processes in the same one share it.
+    /// The memory limit of a control group. A tenth of its free memory stays for others: a process that exceeds the limit is
+    /// killed, and a job's memory grows meanwhile. Processes in the same group share the limit.
     ControlGroup {
         /// The directory of the control group.
         path: PathBuf,
-        /// Device and inode of that place: containers may use one path for different groups.
+        /// Device and inode of that directory: containers may use one path for different groups.
         identity: GroupIdentity,
     },
 }
@@ -61,12 +61,12 @@ impl fmt::Display for LimitKind {
     }
 }
 
-/// One limit and what it leaves.
+/// One limit and the bytes that it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostLimit {
     /// The kind of limit.
     pub kind: LimitKind,
-    /// For [`LimitKind::Configured`] all that may be held, for the others what may be taken in addition.
+    /// For [`LimitKind::Configured`] the bytes that may be held in all, for the others the bytes that may be added.
     pub bytes: u64,
 }
 
@@ -89,7 +89,7 @@ impl HostNeed {
     }
 }
 
-/// By how much a process that holds `held_bytes` may grow within `limits` if no other does.
+/// Returns how far a process that holds `held_bytes` may grow within `limits` if no other process grows.
 pub fn budget(held_bytes: u64, limits: &[HostLimit]) -> HostBudget {
     let left = limits.iter().map(|limit| match limit.kind {
         LimitKind::Configured => limit.bytes.saturating_sub(held_bytes),
@@ -114,9 +114,9 @@ pub struct HostShortage {
     pub bytes: u64,
     /// Bytes that the processes need under the limit.
     pub demand_bytes: u64,
-    /// Contents to save.
+    /// Contents to save, in bytes.
     pub saved_bytes: u64,
-    /// By how many processes that share the limit.
+    /// The number of processes that share the limit.
     pub processes: usize,
 }
 
@@ -127,12 +127,12 @@ impl HostShortage {
     }
 }
 
-/// The first limit that `needs` exceed together when no copies of earlier pauses are kept; `None` when all fits.
+/// The first limit that `needs` exceed together when no copies of earlier pauses are kept; `None` if all needs fit.
 pub fn shortage<'a>(needs: impl IntoIterator<Item = &'a HostNeed>) -> Option<HostShortage> {
     shortage_with(needs, Copies::None)
 }
 
-/// The most copies of earlier pauses that the limits leave room for together, in all processes alike.
+/// The most copies of earlier pauses for which the limits leave room in all processes together. All processes keep the same.
 pub fn copies_with_room(needs: &[&HostNeed]) -> Copies {
     let fits = |copies: &Copies| shortage_with(needs.iter().copied(), *copies).is_none();
     Copies::FEWER.into_iter().find(fits).unwrap_or(Copies::None)

@@ -53,7 +53,7 @@ macro_rules! names {
 names! {
     /// The name of a tenant: 1 to 40 of `a-z A-Z 0-9 . _ -`, not starting with a dot.
     TenantName: "tenant name";
-    /// The name of a family: tenants that may open each other's device memory. What a tenant's name may be.
+    /// The name of a family: tenants that may open each other's device memory. The rules of a tenant's name hold.
     FamilyName: "family's name";
 }
 
@@ -80,8 +80,8 @@ impl<'de> Deserialize<'de> for MemberId {
     }
 }
 
-/// Numbers that name something: 16 hexadecimal digits where people's programs read them, whose numbers may be shorter, and
-/// a number on the wire.
+/// Numbers that name something. In text for people's programs, which may have shorter numbers, they are 16 hexadecimal digits;
+/// on the wire they are numbers.
 pub(crate) mod id_text {
     use serde::de::Error as _;
     use serde::{Deserialize as _, Deserializer, Serializer};

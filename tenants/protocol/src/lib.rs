@@ -1,5 +1,5 @@
-//! The language of the processes of a tenant, and the place where they meet: names, the table of phases, messages,
-//! connections, and the run directory. It knows no thread of a member, and no coordinator.
+//! The protocol of the processes of a tenant: names, the table of phases, messages, connections, and the run directory where
+//! processes meet. It knows no thread of a member, and no coordinator.
 
 #![forbid(unsafe_code)]
 

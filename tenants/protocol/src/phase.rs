@@ -1,14 +1,14 @@
 //! The steps of a pause and of a resume, in one table.
 //!
-//! Both are two-phase commits: all processes take every step of [`Stage::Prepare`] before any is told to take the first
-//! of [`Stage::Commit`], and until then [`Stage::Abort`] takes each of them back. A new step is a row here, an
-//! [`Order`], and the code in the member that does it.
+//! Both are two-phase commits. All processes do every step of [`Stage::Prepare`] before any process is told to do the first
+//! step of [`Stage::Commit`]. Until then [`Stage::Abort`] undoes each of them. A new step is a row here, an [`Order`], and the
+//! code in the member that does it.
 //!
-//! A deep pause is no transaction more: its processes are paused already when their contexts leave, and stay so whatever fails
-//! ([`Stage::AtRest`]).
+//! A deep pause is no further transaction. Its processes are already paused when their contexts leave the devices, and stay
+//! paused whatever fails ([`Stage::AtRest`]).
 //!
-//! Exports, transfer and imports are steps of their own because the driver makes both ten times slower and more when one
-//! process exports while another thread of it imports.
+//! Exports, transfer and imports are separate steps. The driver makes exports and imports at least ten times slower when one
+//! process exports while another of its threads imports.
 
 use std::time::Duration;
 
@@ -76,15 +76,15 @@ pub enum Phase {
 /// The role of a phase in its pause or resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// It can be undone.
+    /// The phase can be undone.
     Prepare,
-    /// The point of no return, or behind it.
+    /// The phase is the point of no return, or follows it.
     Commit,
-    /// It undoes what was prepared.
+    /// The phase undoes what was prepared.
     Abort,
-    /// It commits or aborts, whichever the others do.
+    /// The phase commits or aborts, whichever the other processes do.
     Settle,
-    /// It is none of that: taken while the process stands paused and nothing is under way, and undone by its counterpart.
+    /// None of these: the phase is done while the process is paused and no action is under way. Its counterpart undoes it.
     AtRest,
 }
 
@@ -92,45 +92,45 @@ pub enum Stage {
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
     phase: Phase,
-    /// For people, in a few words.
+    /// The name for people, in a few words.
     label: &'static str,
-    /// Its pause or resume; none if the process finds that out.
+    /// The action of the phase; none if the process finds that out.
     action: Option<Action>,
     stage: Stage,
-    /// The longest time that processes may take for it, unless another is requested.
+    /// The longest time that processes may need for the phase, unless another is requested.
     timeout: Duration,
-    /// It is taken at a common cut of the ranks, where all processes take part.
+    /// Is the phase done at a common cut of the ranks, where all processes take part?
     at_cut: bool,
-    /// The bytes of its report are those that the action gives back or takes.
+    /// Are the bytes of its report those that the action releases or allocates?
     moves_memory: bool,
     order: fn(&Told<'_>) -> Order,
 }
 
-/// The values that an order can carry. Each row of the table takes those that its phase needs.
+/// The values that an order can carry. Each row of the table uses the values that its phase needs.
 #[derive(Clone, Debug)]
 pub struct Told<'a> {
-    /// The memory that the order is about.
+    /// The memory to which the order applies.
     pub scope: &'a Scope,
-    /// Shared memory that stays where it is.
+    /// Shared memory that stays on its device.
     pub stays: &'a [Stay],
     /// The copies of earlier pauses that stay in host memory.
     pub copies: Copies,
-    /// When contents are saved.
+    /// The time at which contents are saved.
     pub schedule: Schedule,
-    /// When [`Phase::Release`] saves what no phase before it has saved.
+    /// The time at which [`Phase::Release`] saves contents that no earlier phase has saved.
     pub rest: Schedule,
-    /// The window that is moved now; none for all that is left.
+    /// The window that is moved now; none: all that is left.
     pub window: Option<Window>,
-    /// Memory that was imported from processes that have ended is left out.
+    /// Is memory of owners that have ended left out?
     pub without_lost: bool,
-    /// The contexts are to leave when the pause is over.
+    /// Will the contexts leave the devices after the pause?
     pub is_deep: bool,
-    /// Processes stand still after a pause by tag.
+    /// Do processes stop after a pause by tag?
     pub stands: bool,
 }
 
 impl<'a> Told<'a> {
-    /// With the usual answers to all else.
+    /// Makes the values for an order, with defaults for all others.
     pub fn new(scope: &'a Scope, stays: &'a [Stay]) -> Self {
         Self {
             scope,
@@ -151,11 +151,11 @@ impl<'a> Told<'a> {
 pub struct Window {
     /// The number of the stage in its process, counted from 0.
     pub stage: u32,
-    /// Bytes at most, by the machine-wide name of the device; nothing of those that are not named.
+    /// The most bytes, by the machine-wide name of the device. A device that is not named moves none.
     pub devices: Vec<(String, u64)>,
 }
 
-/// A phase that prepares `action`, with what most rows have.
+/// A phase that prepares `action`, with the values of most rows.
 const fn row(
     phase: Phase,
     label: &'static str,
@@ -175,7 +175,7 @@ const fn row(
     }
 }
 
-/// One row for each phase, in the order of [`Phase`], which is that of a pause and of a resume.
+/// One row for each phase, in the order of [`Phase`], which is the order of the steps in a pause and in a resume.
 const TABLE: [Row; 13] = {
     use Action::{Pause, Resume};
     use Stage::{Abort, AtRest, Commit, Prepare, Settle};
@@ -232,19 +232,19 @@ const TABLE: [Row; 13] = {
         Row { action: None, ..row(Phase::Abort, "abort", Pause, Abort, |_| Order::Abort) },
         Row {
             action: None,
-            // One that was told to release by stages may have all of its memory to save.
+            // A process that was told to release by stages may still have to save all of its memory.
             timeout: Duration::from_mins(3),
             ..row(Phase::Settle, "settle", Pause, Settle, |_| Order::Settle)
         },
     ]
 };
 
-/// The longest time that a pause that fails may have held launches of some processes while work of others ran on.
+/// The longest time for which a failed pause may have held launches of some processes while other processes ran on.
 /// It is the sum of the time-outs of the cut, of closing the gate and of the drain, unless others were requested.
 pub const HELD_MAX: Duration = Duration::from_secs(70);
 
 impl Action {
-    /// Its point of no return.
+    /// The action's point of no return.
     pub fn commit(self) -> Phase {
         match self {
             Self::Pause => Phase::Release,
@@ -252,7 +252,7 @@ impl Action {
         }
     }
 
-    /// Its phases of `stage`, in order.
+    /// The action's phases of `stage`, in order.
     pub fn phases(self, stage: Stage) -> impl Iterator<Item = Phase> {
         let rows = TABLE.iter().filter(move |row| row.action == Some(self) && row.stage == stage);
         rows.map(|row| row.phase)
@@ -261,11 +261,11 @@ impl Action {
 
 impl Phase {
     fn row(self) -> &'static Row {
-        // CAST: the table has a row for each phase, in their order; tests hold it to that.
+        // CAST: the table has a row for each phase, in their order; tests check that.
         &TABLE[self as usize]
     }
 
-    /// Returns what it does, in a few words.
+    /// Returns a short name of the phase, for people.
     pub fn label(self) -> &'static str {
         self.row().label
     }
@@ -275,28 +275,28 @@ impl Phase {
         self.row().action
     }
 
-    /// Returns its role in its pause or resume.
+    /// Returns the phase's role in its pause or resume.
     pub fn stage(self) -> Stage {
         self.row().stage
     }
 
-    /// Returns the longest time that processes may take for it, unless another is requested.
+    /// Returns the longest time that processes may need for the phase, unless another is requested.
     pub fn timeout(self) -> Duration {
         self.row().timeout
     }
 
-    /// Is it the point of no return of its pause or resume, or behind it? Nobody is told to take such a
-    /// step before everybody has done all steps before.
+    /// Is the phase the point of no return of its pause or resume, or after it? No process is told to do such a step before all
+    /// processes have done all earlier steps.
     pub fn is_decided(self) -> bool {
         self.stage() == Stage::Commit
     }
 
-    /// Is what is under way no longer wanted once this has been requested?
+    /// Does this phase call off the phase that is under way?
     pub fn ends_early(self) -> bool {
         matches!(self.stage(), Stage::Abort | Stage::Settle)
     }
 
-    /// Is nothing under way when this is done?
+    /// Is no action under way after this phase?
     pub fn is_last(self) -> bool {
         let is_decided = |row: &&Row| row.stage == Stage::Commit && row.action == self.action();
         let last = TABLE.iter().rfind(is_decided);
@@ -305,50 +305,50 @@ impl Phase {
             || last.is_some_and(|row| row.phase == self)
     }
 
-    /// Is it taken at a common cut of the ranks, where all processes take part?
+    /// Is the phase done at a common cut of the ranks, where all processes take part?
     pub fn is_at_cut(self) -> bool {
         self.row().at_cut
     }
 
-    /// Are the bytes of its report those that the pause gives back, or the resume takes?
+    /// Are the bytes of the phase's report those that the pause releases, or the resume allocates?
     pub fn moves_memory(self) -> bool {
         self.row().moves_memory
     }
 
-    /// The order to take it.
+    /// The order to do this phase.
     pub fn order(self, told: &Told<'_>) -> Order {
         (self.row().order)(told)
     }
 }
 
-/// A phase to be taken, with what it needs to know. The steps that begin something say which memory it is about.
+/// A phase to be done, with its values. The steps that begin something name its memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
     /// [`Phase::CloseGate`].
     CloseGate {
-        /// The memory that the pause is about.
+        /// The memory to pause.
         scope: Scope,
-        /// Is [`Phase::Freeze`] to follow? What stands in the way of that refuses the pause.
+        /// Will [`Phase::Freeze`] follow? Anything that prevents the freeze then refuses the pause.
         is_deep: bool,
-        /// Does the process stand still after a pause by tag?
+        /// Does the process stop after a pause by tag?
         stands: bool,
     },
     /// [`Phase::Drain`].
     Drain,
     /// [`Phase::Prepare`].
     Prepare {
-        /// Shared memory that stays where it is.
+        /// Shared memory that stays on its device.
         stays: Vec<Stay>,
         /// The copies of earlier pauses that may stay in host memory.
         copies: Copies,
-        /// When contents are saved.
+        /// The time at which contents are saved.
         schedule: Schedule,
     },
     /// [`Phase::Release`].
     Release {
-        /// The window, or none for all that is left. One allocation that is larger than its device's window goes, too.
+        /// The window, or none for all that is left. An allocation that is larger than its device's window is released too.
         window: Option<Window>,
-        /// When contents that are not saved yet are saved.
+        /// The time at which unsaved contents are saved.
         rest: Schedule,
     },
     /// [`Phase::Verify`].
@@ -359,19 +359,19 @@ pub enum Order {
     Thaw,
     /// [`Phase::Create`].
     Create {
-        /// The memory that the resume is about.
+        /// The memory to resume.
         scope: Scope,
     },
     /// [`Phase::Restore`].
     Restore {
-        /// The memory that the resume is about.
+        /// The memory to resume.
         scope: Scope,
-        /// The window, and no more, or none for all that is left.
+        /// The window, and no more; none for all that is left.
         window: Option<Window>,
     },
     /// [`Phase::Import`].
     Import {
-        /// Is what nobody has any more left out?
+        /// Is memory that no process has any more left out?
         without_lost: bool,
     },
     /// [`Phase::Activate`].
@@ -407,7 +407,7 @@ impl Order {
 mod tests {
     use super::*;
 
-    /// Every phase that there is: the decoder knows them all.
+    /// Every phase: the decoder knows them all.
     fn all() -> Vec<Phase> {
         let decoded = (0_u8..).map_while(|number| postcard::from_bytes(&[number]).ok());
         decoded.collect()

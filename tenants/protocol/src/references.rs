@@ -1,26 +1,29 @@
-//! The decision who keeps shared memory alive, and who saves it: made once for all processes of a tenant.
+//! Decides which process keeps shared memory alive, and which one saves it. The decision is made once for all processes of a
+//! tenant.
 //!
-//! While a tenant runs the driver answers: memory lives while any process holds it. A pause takes every
-//! reference away, so exactly one process must save the contents and create the memory again. That is the
-//! owner, if it can; if nobody can, the memory stays where it is, in all processes that hold it.
+//! While a tenant runs, the driver answers: memory lives while any process holds it. A pause releases every reference, so
+//! exactly one process must save the contents and create the memory again. That process is the owner, if the owner can do it.
+//! Otherwise the memory stays on its device, in all processes that hold it.
 //!
-//! [`decide`] is a pure function of what all of them said when their gates were shut and their pools frozen, so
-//! all of it was true at one moment. From that answer until it runs again a process hands nothing out.
+//! [`decide`] is a pure function of the reports of all processes. Each reported when its gate was closed and its pool frozen,
+//! so all reports were true at one moment. A process exports nothing from that report until it runs again.
 //!
-//! | the owner of what somebody imports | what happens |
+//! | the owner of imported memory | what happens |
 //! | --- | --- |
 //! | takes part, and still has it | it saves, creates and exports; importers drop theirs at the release, and fetch it again |
-//! | takes part, and has let it go | it stays mapped in all who hold it, counted and named |
+//! | takes part, and has freed it | it stays mapped in all processes that hold it, counted and named |
 //! | lives, and does not take part | it stays |
-//! | lives, and nobody finds it | the pause is refused ([`missing`]): the name of its socket may be gone for a moment |
+//! | lives, and is not found | the pause is refused ([`missing`]): the name of its socket may be missing for a moment |
 //! | has ended | given up at the release; its contents were its owner's to save, and are named as lost |
-//! | any of these, and somebody has pinned it | it stays, in its owner too |
+//! | any of these, and a process has pinned it | it stays, in its owner too |
 //!
-//! The same is so for those who hold what an owner gives: it would save what they go on writing. So each process says with whom
-//! it shares memory and does not know to have ended, and no list of names decides who lives.
+//! The same applies to processes that hold memory which an owner exports: otherwise the owner would save memory to which they
+//! still write. So each process names the processes with which it shares memory, except for those that it knows to have ended.
+//! No list of names decides which processes live.
 //!
-//! Saving keeps every handle, so going back needs no peer. What is away is kept by its owner as long as an importer may want
-//! it, also if its application frees it: it comes back, importers fetch it, and the owner lets go when the resume is committed.
+//! Saving keeps every handle, so undoing it needs no peer. The owner keeps released memory as long as an importer may need it,
+//! even if its application frees the memory. The memory is created again, importers fetch it, and the owner frees it when the
+//! resume is committed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -32,38 +35,38 @@ use crate::identity::MemberId;
 /// The shared device memory that one process holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct References {
-    /// Its own, that others hold or may come for.
+    /// The process's own memory that others hold or may still fetch.
     pub given: Vec<Shareable>,
     /// Memory that it has imported, by owner.
     pub taken: Vec<(MemberId, Vec<Shareable>)>,
-    /// Is some of what the pause is about among `given`?
+    /// Is some of the memory to pause among `given`?
     pub shares_scope: bool,
-    /// Processes of other tenants that have some of its memory open, by what they said of themselves.
+    /// Processes of other tenants that have some of its memory open, by their own statements.
     pub lent: Vec<MemberId>,
-    /// With whom of its tenant it shares memory, but for those that it knows to have ended.
+    /// The processes of its tenant with which it shares memory, except for those that it knows to have ended.
     pub partners: Vec<Partner>,
 }
 
-/// A process that another shares memory with, and that has not ended as far as that one knows.
+/// A process with which another one shares memory, and which that one does not know to have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Partner {
-    /// Its identity.
+    /// The partner's identity.
     pub member: MemberId,
-    /// Its process id for the one that names it, where the kernel tells.
+    /// The partner's process id in the pid namespace of the process that names it, if the kernel tells.
     pub pid: Option<u32>,
 }
 
-/// An allocation that a pause leaves on its device in all who hold it.
+/// An allocation that a pause leaves on its device in all processes that hold it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stay {
     /// The allocation.
     pub id: AllocationId,
-    /// Why.
+    /// The reason.
     pub reason: StayReason,
 }
 
 impl References {
-    /// As the pool says it.
+    /// Makes the report from the pool's.
     pub fn new(references: vmm_pool::References, partners: Vec<Partner>) -> Self {
         let taken = references.taken.into_iter().map(|(owner, held)| (owner.into(), held));
         let shares_scope = references.shares_selection;
@@ -72,7 +75,7 @@ impl References {
     }
 }
 
-/// Processes that somebody shares memory with and that are none of `found`. Nothing may be decided without them.
+/// Processes with which another process shares memory and that are not in `found`. Nothing may be decided without them.
 pub fn missing(
     partners: impl Iterator<Item = Partner>,
     found: &BTreeSet<MemberId>,
@@ -83,11 +86,11 @@ pub fn missing(
     by_member.into_values().collect()
 }
 
-/// Returns what must stay, of all that somebody has imported. `members` take part in the pause, and have said what they
-/// hold; `bystanders` live and take no part. Nobody is [`missing`].
+/// Returns the imported memory that must stay. `members` take part in the pause, and have reported the memory that they hold;
+/// `bystanders` live and do not take part. No process is [`missing`].
 ///
-/// Memory of an owner that has ended is not among it, unless it is pinned: it is given up, since its contents were its
-/// owner's to save.
+/// Memory of an owner that has ended is not included, unless it is pinned. That memory is given up, since only its owner could
+/// save its contents.
 pub fn decide(members: &[(MemberId, &References)], bystanders: &BTreeSet<MemberId>) -> Vec<Stay> {
     let mut owned: HashMap<AllocationId, MemberId> = HashMap::new();
     let mut pinned: BTreeSet<AllocationId> = BTreeSet::new();
@@ -173,7 +176,7 @@ mod tests {
         assert_eq!(decided(&by_importer, &[]), [(7, StayReason::Pinned)]);
         let by_owner = [(1, owner(&[pinned(7)])), (2, importer(1, &[held(7)]))];
         assert_eq!(decided(&by_owner, &[]), [(7, StayReason::Pinned)]);
-        // Nobody else holds it: its owner's own pin keeps it.
+        // No other process holds the memory: its owner's own pin keeps it.
         assert_eq!(decided(&[(1, owner(&[pinned(7)]))], &[]), []);
     }
 

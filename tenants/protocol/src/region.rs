@@ -1,10 +1,10 @@
-//! Regions: memory that a thread asks for inside one belongs to the region's tag and policy.
+//! Regions: memory that a thread allocates inside a region belongs to the region's tag and policy.
 //!
-//! A tag has one policy for the life of the process: memory of one tag leaves and comes back together, and a
-//! reader of the tag must know what has become of its contents.
+//! A tag has one policy for the life of the process. All memory of one tag is released and restored together, and a reader of
+//! the tag must know what happened to its contents.
 //!
-//! Libraries' own memory (NCCL's buffers, handles of cuBLAS) belongs to no tag, whatever region it happens to
-//! be allocated in: it would leave under a library that knows nothing of tags.
+//! Libraries' own memory (NCCL's buffers, handles of cuBLAS) belongs to no tag, whatever region it is allocated in. Otherwise
+//! it would be released under a library that knows nothing of tags.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,11 +14,11 @@ use vmm_pool::driver::DeviceOrdinal;
 use vmm_pool::sync::lock;
 use vmm_pool::{Class, Contents, LIBRARY_TAGS};
 
-/// Deepest nesting; more is a leak of begins without ends.
+/// The deepest nesting; a deeper one means that ends of regions are missing.
 pub const DEPTH_MAX: usize = 64;
 /// Longest tag, in bytes.
 pub const TAG_BYTES_MAX: usize = 128;
-/// Most tags of a process; more is a new tag for each use.
+/// The most tags of a process; more means that the program makes a new tag for each use.
 pub const TAGS_MAX: usize = 4096;
 
 /// Labels of libraries whose own memory belongs to no region.
@@ -29,21 +29,21 @@ const UNTAGGED: [&str; 7] = ["nccl", "cublas", "cudnn", "cusparse", "cusolver", 
 struct Region {
     tag: String,
     contents: Contents,
-    /// Memory on other devices belongs to no tag.
+    /// The device of the region. Memory on other devices belongs to no tag.
     device: Option<DeviceOrdinal>,
 }
 
-/// The region that counts for a thread's memory where none of its own regions is open.
+/// The region for a thread's memory while none of its own regions is open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Base {
     /// The region for all threads, if there is one.
     #[default]
     Everywhere,
-    /// Nothing: it belongs to no tag.
+    /// No region: the memory belongs to no tag.
     NoTag,
     /// As if a region were open.
     Region {
-        /// Its tag.
+        /// The tag of the region.
         tag: String,
         /// The tag's policy.
         contents: Contents,
@@ -51,24 +51,24 @@ pub enum Base {
 }
 
 thread_local! {
-    /// Open regions, the innermost last; `None` where no region counts.
+    /// Open regions, the innermost last; `None` for a stretch in which no region counts.
     static REGIONS: RefCell<Vec<Option<Region>>> = const { RefCell::new(Vec::new()) };
-    /// The region that counts where none is open.
+    /// The region that counts while none is open.
     static BASE: RefCell<Base> = const { RefCell::new(Base::Everywhere) };
-    /// A library allocates for its caller.
+    /// Does a library allocate for its caller?
     static FOR_CALLER: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The state of regions that all threads share.
 #[derive(Debug)]
 struct Regions {
-    /// Every tag that a region was ever begun with.
+    /// Every tag with which a region was ever begun.
     policies: BTreeMap<String, Contents>,
-    /// Those whose memory is paged: no pause by tag takes it.
+    /// The tags whose memory is paged: no pause by tag releases it.
     paged: BTreeSet<String>,
-    /// Those that the process has agreed to run without.
+    /// The tags without whose memory the process has agreed to run.
     runs_without: BTreeSet<String>,
-    /// For threads without a region of their own.
+    /// The region for threads without a region of their own.
     everywhere: Option<Region>,
 }
 
@@ -139,7 +139,7 @@ fn region(
     Ok(Region { tag: tag.to_owned(), contents, device })
 }
 
-/// Memory of this tag comes and goes by itself from now on: [`tags`] has it no more.
+/// Marks memory of this tag as paged from now on: it is released and restored on demand, and [`tags`] no longer lists the tag.
 ///
 /// # Errors
 /// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::LibrarysTag`], [`RegionError::TooManyTags`].
@@ -149,22 +149,23 @@ pub fn page(tag: &str) -> Result<(), RegionError> {
     Ok(())
 }
 
-/// It does so no longer.
+/// Ends the paging of memory of this tag.
 pub fn page_no_more(tag: &str) {
     lock(&SHARED).paged.remove(tag);
 }
 
-/// The process runs on while memory of this tag is away, also by another's pause.
+/// Records that the process runs on while memory of this tag is released, also by another's pause.
 pub fn agree_to_run_without(tag: &str) {
     lock(&SHARED).runs_without.insert(tag.to_owned());
 }
 
-/// Does the process run on while memory of this tag is away, also by another's pause? Libraries see to it for their own.
+/// Does the process run on while memory of this tag is released, also by another's pause? Libraries ensure this for their own
+/// memory.
 pub fn runs_without(tag: &str) -> bool {
     LIBRARY_TAGS.contains(&tag) || lock(&SHARED).runs_without.contains(tag)
 }
 
-/// Begins a region on this thread, inside any that is open. `device`: memory on others belongs to no tag.
+/// Begins a region on this thread, inside any that is open. If `device` is given, memory on other devices belongs to no tag.
 ///
 /// # Errors
 /// [`RegionError`], but for [`RegionError::NotOpen`].
@@ -195,7 +196,7 @@ fn push(region: Option<Region>) -> Result<(), RegionError> {
     })
 }
 
-/// Ends what was begun last on this thread.
+/// Ends the region or stretch that was begun last on this thread.
 ///
 /// # Errors
 /// [`RegionError::NotOpen`].
@@ -203,11 +204,11 @@ pub fn end() -> Result<(), RegionError> {
     REGIONS.with_borrow_mut(|regions| regions.pop().map(|_| ()).ok_or(RegionError::NotOpen))
 }
 
-/// Sets what counts for this thread's memory where no region is open, until it is set again. For callers
-/// that set and reset one state instead of opening and closing regions.
+/// Sets the region for this thread's memory while no region is open, until the next call. For callers that set and reset one
+/// state instead of opening and closing regions.
 ///
 /// # Errors
-/// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::TooManyTags`]; its memory then
+/// [`RegionError::BadTag`], [`RegionError::OtherContents`], [`RegionError::TooManyTags`]; after an error the thread's memory
 /// belongs to no tag.
 pub fn set_base(base: Base) -> Result<(), RegionError> {
     let outcome = match &base {
@@ -218,7 +219,7 @@ pub fn set_base(base: Base) -> Result<(), RegionError> {
     outcome
 }
 
-/// Returns the region that counts on this thread where none of its own is open.
+/// Returns the region of this thread's memory while none of its own regions is open.
 fn base_region() -> Option<Region> {
     match BASE.try_with(|base| base.borrow().clone()).unwrap_or_default() {
         Base::Everywhere => lock(&SHARED).everywhere.clone(),
@@ -227,8 +228,8 @@ fn base_region() -> Option<Region> {
     }
 }
 
-/// Begins a region for all threads that have none of their own open, such as those that a library runs work
-/// on. There is one at a time.
+/// Begins a region for all threads that have none of their own open, such as a library's worker threads. Only one such region
+/// is open at a time.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -260,14 +261,14 @@ pub fn end_everywhere() -> Result<(), RegionError> {
     }
 }
 
-/// Every tag that a region was ever begun with, with its policy, but for those whose memory is paged.
+/// Every tag with which a region was ever begun, with its policy, except for those whose memory is paged.
 pub fn tags() -> BTreeMap<String, Contents> {
     let shared = lock(&SHARED);
     let known = shared.policies.iter().filter(|(tag, _)| !shared.paged.contains(*tag));
     known.map(|(tag, contents)| (tag.clone(), *contents)).collect()
 }
 
-/// Makes a call by which a library allocates for its caller: that memory is no memory of the library's own.
+/// Makes a call by which a library allocates for its caller: that memory does not count as the library's own.
 pub fn for_caller<T>(call: impl FnOnce() -> T) -> T {
     let before = FOR_CALLER.replace(true);
     let made = call();

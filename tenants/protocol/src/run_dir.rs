@@ -4,15 +4,14 @@
 //! <run>/                        0700, ours alone
 //!   <tenant>/                   0700, ours alone
 //!     <member id, 16 hex>.sock  one listening socket for each process
-//!     coordinator.lock          held while somebody pauses or resumes the tenant
-//!     budget                    what its processes hold together, where they have budgets
+//!     coordinator.lock          held while a process pauses or resumes the tenant
+//!     budget                    the memory that its processes hold together, if they have budgets
 //!   .turns/                     0700, ours alone; no tenant has such a name
 //! ```
 //!
-//! A socket has its final name only once it listens (see [`crate::transport::Listener::bind`]), so one
-//! that refuses a connection belongs to a dead process and may be removed. Nobody else can put anything
-//! in the place of these directories (`run_dir/trusted_path.rs` says how that is checked). Nothing here reads the
-//! environment: the caller does, once.
+//! A socket gets its final name only once it listens (see [`crate::transport::Listener::bind`]). So a socket that refuses a
+//! connection belongs to a dead process and may be removed. No other user can replace these directories
+//! (`run_dir/trusted_path.rs` says how that is checked). Nothing here reads the environment: the caller does, once.
 
 mod error;
 pub mod files;
@@ -44,7 +43,7 @@ use crate::transport::{BINDING_EXTENSION, Connection, Listener, TransportError, 
 /// Longest path of a Unix socket, in bytes (`sun_path` less its closing zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// Processes of one tenant: the most that a directory may hold sockets of.
+/// The most processes of one tenant, each with a socket in the directory.
 pub const MEMBERS_MAX: usize = 1024;
 
 /// Name of the environment variable that names the run directory.
@@ -56,7 +55,7 @@ pub const SOCKET_EXTENSION: &str = "sock";
 /// A half-bound name older than this was left behind by a process that died between bind and rename.
 const BINDING_AGE_MAX: Duration = Duration::from_mins(1);
 const LISTEN_ATTEMPTS_MAX: u32 = 8;
-/// For connections to all processes of a tenant, of which nothing is asked.
+/// The time limit for connecting to all processes of a tenant without a request.
 const PIDS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The directory that holds one directory for each tenant.
@@ -89,27 +88,26 @@ pub struct CoordinatorLock {
 }
 
 impl CoordinatorLock {
-    /// Does its file still have the name that others look for? Cleaners of old files remove it, and then the next one
-    /// that comes makes another.
+    /// Does the lock's file still have the name that others look for? Cleaners of old files remove it, and then the next
+    /// process makes another file.
     pub fn is_named(&self) -> bool {
         self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
     }
 }
 
 impl RunDir {
-    /// Opens, and creates if need be, the run directory: `explicit` (the value of
-    /// [`RUN_DIR_VARIABLE`]), else `sublet` in `xdg_runtime_dir` where that exists, else
-    /// `/tmp/sublet-<uid>`. Empty values count as absent.
+    /// Opens, and creates if necessary, the run directory: `explicit` (the value of [`RUN_DIR_VARIABLE`]), else `sublet` in
+    /// `xdg_runtime_dir` where that exists, else `/tmp/sublet-<uid>`. Empty values count as absent.
     ///
     /// # Errors
-    /// [`RunDirError::NotOurs`] when it is a link, another user's, or open to others, or lies where others
-    /// could replace it; [`RunDirError::Io`] when it cannot be created.
+    /// [`RunDirError::NotOurs`] when it is a link, another user's, or open to others, or in a place where others could replace
+    /// it; [`RunDirError::Io`] when it cannot be created.
     pub fn open(
         explicit: Option<PathBuf>,
         xdg_runtime_dir: Option<PathBuf>,
     ) -> Result<Self, RunDirError> {
         let path = Self::choose(explicit, xdg_runtime_dir);
-        // Processes of one tenant may stand in different directories.
+        // Processes of one tenant may have different working directories.
         let path = std::path::absolute(&path).map_err(io_error("use", &path))?;
         trusted_path::ensure(&path)?;
         Ok(Self { path })
@@ -155,7 +153,7 @@ impl RunDir {
         }
     }
 
-    /// All tenants that have a directory, by name; their processes may be dead.
+    /// All tenants that have a directory, by name; all their processes may be dead.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when the directory cannot be read.
@@ -185,7 +183,7 @@ impl RunDir {
 
     /// Opens the socket of member `id` in the directory of `tenant`, created if need be.
     ///
-    /// Tries again when somebody removes the directory as empty just before the socket is in it.
+    /// Tries again if another process removes the empty directory just before the socket is in it.
     ///
     /// # Errors
     /// As [`RunDir::tenant`] and [`TenantDir::socket_path`]; [`RunDirError::Listen`] otherwise.
@@ -210,14 +208,14 @@ impl RunDir {
         }
     }
 
-    /// As [`RunDir::listen`], when the name of a socket that was there, and perhaps this directory, has gone: logind
-    /// removes a user's at the last logout, and cleaners of `/tmp` what is old.
+    /// As [`RunDir::listen`], after the name of an existing socket, and perhaps this directory, was removed. logind removes a
+    /// user's directory at the last logout, and cleaners of `/tmp` remove old files.
     ///
     /// # Errors
     /// As [`RunDir::open`] and [`RunDir::listen`].
     pub fn listen_again(&self, tenant: &TenantName, id: MemberId) -> Result<Listener, RunDirError> {
         trusted_path::ensure(&self.path)?;
-        // Whatever has the name now is in a directory that is ours alone, and it is not our socket.
+        // Whatever has the name now is in a directory that is ours alone, and is not our socket.
         remove_file_if_there(&self.tenant(tenant)?.socket_path(id)?)?;
         let (dir, listener) = self.listen(tenant, id)?;
         dir.note_names_again()?;
@@ -257,8 +255,8 @@ impl TenantDir {
         })
     }
 
-    /// The processes that have a socket here, by their ids in our pid namespace; one that has none there is left out, and so is
-    /// one that has ended or takes no connection for a moment.
+    /// The processes that have a socket here, by their ids in our pid namespace. Left out are processes without an id there,
+    /// and those that have ended or accept no connection for a moment.
     pub fn pids(&self) -> BTreeSet<u32> {
         let deadline = Instant::now() + PIDS_TIMEOUT;
         let pid = |member: &MemberSocket| {
@@ -267,16 +265,15 @@ impl TenantDir {
         self.members().unwrap_or_default().iter().filter_map(pid).collect()
     }
 
-    /// Removes sockets whose process is dead, then the directory if no socket is left in it and nobody
-    /// coordinates in it. Says how many sockets went. Does not block: the kernel accepts or refuses a
-    /// local connection immediately.
+    /// Removes sockets whose process is dead, then the directory if no socket is left in it and nobody coordinates in it.
+    /// Returns how many sockets were removed. Does not block: the kernel accepts or refuses a local connection immediately.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when something cannot be removed.
     pub fn remove_stale(&self) -> Result<usize, RunDirError> {
         let removed = self.remove_dead_sockets()?;
         let path = self.path.join(LOCK_NAME);
-        // The file is made where there is none: one that another makes and locks meanwhile must not be removed.
+        // The file is made if it does not exist: a file that another process makes and locks meanwhile must not be removed.
         let file = match open_lock_file(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(removed),
             file => file.map_err(io_error("opening", &path))?,
@@ -287,7 +284,7 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// As [`TenantDir::remove_stale`], for the one who holds the tenant's lock.
+    /// As [`TenantDir::remove_stale`], for the process that holds the tenant's lock.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when something cannot be removed.
@@ -297,7 +294,8 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// Takes the coordinator's lock, waiting for its holder until `deadline`. Who would share it waits meanwhile.
+    /// Takes the coordinator's lock, waiting for its holder until `deadline`. Processes that would share the lock wait
+    /// meanwhile.
     ///
     /// # Errors
     /// [`RunDirError::Locked`] with the holder's process id; [`RunDirError::Io`].
@@ -306,13 +304,15 @@ impl TenantDir {
         self.lock_with(deadline, fs::File::try_lock)
     }
 
-    /// Says that somebody wants the coordinator's lock alone: it is shared with nobody more until the end of this.
+    /// Announces that this process wants the coordinator's lock alone. Until the result is dropped, no further process shares
+    /// the lock.
     pub fn want_alone(&self) -> Option<locks::Wish> {
         open_lock_file(&self.path.join(LOCK_NAME)).ok().and_then(locks::Wish::new)
     }
 
-    /// Takes the coordinator's lock with others that do the same, each for one process alone; but until `let_pass_until` after
-    /// those that want it alone: they would wait for as long as others come and go. No longer: one of them may be stopped.
+    /// Takes the coordinator's lock together with other callers of this function, each for one process alone. Until
+    /// `let_pass_until`, processes that want the lock alone go first: otherwise they would wait as long as others come and go.
+    /// After that they do not, since one of them may be stopped.
     ///
     /// # Errors
     /// As [`TenantDir::lock`].
@@ -333,7 +333,7 @@ impl TenantDir {
     /// Returns the processes that hold the coordinator's lock now, as [`RunDirError::Locked`] would name them. Takes no
     /// lock, and does not block.
     pub fn lock_holders(&self) -> Vec<u32> {
-        // Nobody holds a lock on a file that is not there, and one that cannot be read names nobody.
+        // No process holds a lock on a missing file, and an unreadable file names no process.
         open_to_read(&self.path.join(LOCK_NAME))
             .map_or_else(|_| Vec::new(), |file| locks::holders(&file))
     }
@@ -358,7 +358,7 @@ impl TenantDir {
             waited_ms,
         };
         let lock = wait_for_lock(&path, deadline, open, try_lock, locked)?;
-        // Cleaners go by its age.
+        // Cleaners decide by the age of the file.
         if let Some(Err(error)) = lock.file().map(|file| file.set_modified(SystemTime::now())) {
             tracing::debug!(%error, "the lock's file keeps its age");
         }
@@ -386,7 +386,7 @@ impl TenantDir {
         Ok(())
     }
 
-    /// Removes the directory unless a socket is left in it. The caller keeps coordinators out.
+    /// Removes the directory unless it contains a socket. The caller excludes coordinators.
     fn remove_if_empty(&self) -> Result<(), RunDirError> {
         if !self.members()?.is_empty() || !self.path.is_dir() {
             return Ok(());
@@ -410,7 +410,7 @@ impl TenantDir {
     }
 }
 
-/// Has the calling thread rest for as long as `duration`.
+/// Makes the calling thread sleep for `duration`.
 #[expect(
     clippy::disallowed_methods,
     reason = "the kernel offers no file lock with a deadline, and no event for its release"

@@ -1,4 +1,4 @@
-//! Saved contents in files, as processes name them to each other: the directory that they go to, and how much they are.
+//! Saved contents in files, as processes describe them to each other: their directory and their sizes.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 pub struct DirName {
     /// Its path, absolute, in bytes.
     pub path: Vec<u8>,
-    /// The filesystem that it is on, as the namer sees it.
+    /// The filesystem that it is on, as the naming process sees it.
     pub device: u64,
-    /// Its number there.
+    /// Its inode number there.
     pub inode: u64,
 }
 
-/// Why a directory cannot be used.
+/// The reason why a directory cannot be used.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -37,7 +37,7 @@ pub enum SaveDirError {
     #[error("{} {problem}", path.display())]
     NotPrivate {
         path: PathBuf,
-        /// The problem, and what to do.
+        /// The problem, and the remedy.
         problem: String,
     },
     /// The command and the job see different directories under this name, as in two containers. Nothing was written.

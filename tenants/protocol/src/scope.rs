@@ -1,11 +1,15 @@
-//! The memory of a tenant that a pause or resume is about.
+//! The memory of a tenant to pause or resume.
 //!
-//! Each process makes of it a selection of its pool, which is the same from the first step to the last and to the undo. What a
-//! pause by tag gives up is *set aside*: its processes run on without it, and a whole pause and resume pass over it. Where
-//! somebody else asks for it and a process has not agreed, all processes stand still instead, and the memory is as after a
-//! whole pause. A resume by tag of a wholly paused process brings back what has no tag, and these tags. An import belongs to its owner's tag, which
-//! comes with the descriptor. A process that pauses its own tags does it alone, unless a peer has imported some of that
-//! memory: then all take part.
+//! Each process translates the scope into a selection of its pool. The selection stays the same from the first step to the
+//! last, and to the undo.
+//!
+//! The memory that a pause by tag releases is *set aside*: its processes run on without it, and a whole pause and resume skip
+//! it. If another process requests that pause and one process has not agreed, all processes stop instead, and the memory is as
+//! after a whole pause. A resume by tag of a wholly paused process restores the memory without a tag and the memory of these
+//! tags.
+//!
+//! An import belongs to its owner's tag, which arrives with the descriptor. A process that pauses its own tags acts alone,
+//! unless a peer has imported some of that memory. Then all processes take part.
 
 use std::collections::BTreeSet;
 
@@ -15,22 +19,22 @@ use vmm_pool::{Selection, Tags, Whose};
 
 use crate::identity::{MemberId, TenantName};
 
-/// The memory of a tenant that a pause or resume is about.
+/// The memory of a tenant to pause or resume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Scope {
-    /// All of it. The processes stand still while it is away.
+    /// All memory. The processes stop while it is released.
     #[default]
     Whole,
-    /// That with these tags. The processes run on without it where they ask for it themselves, or have agreed.
+    /// The memory with these tags. A process runs on without it if it made the request itself, or has agreed.
     Tags {
         /// The tags of that memory.
         tags: TagNames,
-        /// One process's own memory only, wherever it was imported; everybody's when not given.
+        /// The process whose own memory is meant, wherever it was imported; none: every process's memory.
         owner: Option<MemberId>,
     },
 }
 
-/// The tag of NCCL's own memory. While some of it is away, calls into NCCL wait at the cut.
+/// The tag of NCCL's own memory. While some of it is released, calls into NCCL wait at the cut.
 pub const NCCL_TAG: &str = LIBRARY_TAGS[0];
 
 /// Tags, by name.
@@ -44,7 +48,7 @@ pub enum TagNames {
 }
 
 impl TagNames {
-    /// Returns the tags whose memory a pause takes.
+    /// Returns the tags whose memory a pause releases.
     pub fn to_pause(&self) -> Tags {
         match self {
             Self::All => Tags::Regions,
@@ -52,12 +56,12 @@ impl TagNames {
         }
     }
 
-    /// Returns the tags whose memory a resume brings back.
+    /// Returns the tags whose memory a resume restores.
     pub fn to_resume(&self) -> Tags {
         self.into()
     }
 
-    /// Are all of `others` among them?
+    /// Are all of `others` among these tags?
     pub fn cover(&self, others: &Self) -> bool {
         match (self, others) {
             (Self::All, _) => true,
@@ -66,7 +70,7 @@ impl TagNames {
         }
     }
 
-    /// Is NCCL's own memory named, and what else is?
+    /// Returns whether NCCL's own memory is named, and the number of other named tags.
     pub fn names_nccl(&self) -> (bool, usize) {
         match self {
             Self::All => (false, 0),
@@ -97,7 +101,7 @@ impl From<&TagNames> for Tags {
 }
 
 impl Scope {
-    /// The tags that it names, in order; none where it is about all of a tenant, or about every tag.
+    /// The tags that the scope names, in order; none if it covers all of a tenant, or every tag.
     fn names(&self) -> Vec<&str> {
         match self {
             Self::Whole | Self::Tags { tags: TagNames::All, .. } => Vec::new(),
@@ -107,7 +111,7 @@ impl Scope {
         }
     }
 
-    /// Names the memory of `tenant` that it is about, in words.
+    /// Names the memory of `tenant` that the scope covers, in words.
     pub fn subject(&self, tenant: &TenantName) -> String {
         match (self, self.names().as_slice()) {
             (Self::Whole, _) => format!("tenant '{tenant}'"),
@@ -119,7 +123,7 @@ impl Scope {
         }
     }
 
-    /// Is memory with this tag what it is about? Without a tag it is empty.
+    /// Does the scope cover memory with this tag? `tag` is empty for memory without one.
     pub fn names_tag(&self, tag: &str) -> bool {
         match self {
             Self::Whole => true,
@@ -137,7 +141,7 @@ impl Scope {
             .map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
     }
 
-    /// That this of `tenant` is paused, and what that leaves of it, to begin a sentence.
+    /// Says that this memory of `tenant` is paused, and whether the rest runs, to begin a sentence.
     pub fn is_away(&self, tenant: &TenantName) -> String {
         let subject = self.subject_first(tenant);
         let runs = match self {
@@ -148,7 +152,7 @@ impl Scope {
         format!("{subject} {are} paused with all contents{runs}")
     }
 
-    /// The command that resumes this of `tenant`.
+    /// The command that resumes this memory of `tenant`.
     pub fn resume_command(&self, tenant: &TenantName) -> String {
         let option = |name: &&str| if LIBRARY_TAGS.contains(name) { "library" } else { "tag" };
         let names = self.names();
@@ -156,7 +160,7 @@ impl Scope {
         format!("sublet resume {tenant}{}", tags.concat())
     }
 
-    /// The part of it that a pause takes from process `own`.
+    /// The part of the scope that a pause releases in process `own`.
     pub fn paused(&self, own: MemberId) -> Selection {
         match self {
             Self::Whole => Selection::Whole,
@@ -164,7 +168,7 @@ impl Scope {
         }
     }
 
-    /// Is `id` one whose own memory this is about?
+    /// Does the scope cover own memory of process `id`?
     pub fn is_about(&self, id: MemberId) -> bool {
         match self {
             Self::Whole | Self::Tags { owner: None, .. } => true,
@@ -173,7 +177,7 @@ impl Scope {
     }
 }
 
-/// The memory of `owner`, or of everybody, as process `own` calls it.
+/// The memory of `owner`, or of every process, from the view of process `own`.
 pub fn whose(owner: Option<MemberId>, own: MemberId) -> Whose {
     match owner {
         None => Whose::Everybody,

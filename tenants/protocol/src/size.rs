@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Units, the largest first, each with its power of two. Their names are read in any case, also without `ib` or `i`: all are binary.
+/// Units, the largest first, each with its power of two. The reader ignores the case of their names, and accepts them without
+/// `ib` or `i`. All units are binary.
 const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
 
 /// A fraction with more digits is refused, so that no product of the reader overflows.
@@ -20,7 +21,7 @@ pub struct Size(pub u64);
 pub struct NoSize;
 
 impl Size {
-    /// In the largest unit that divides it, which is read back as the same.
+    /// The size in the largest unit that divides it. The text is read back as the same size.
     pub fn exact(self) -> String {
         let fits = |(_, shift): &&(&str, u32)| self.0.is_multiple_of(1 << *shift);
         let unit = UNITS.iter().find(fits).filter(|_| self.0 > 0);
@@ -50,7 +51,7 @@ impl FromStr for Size {
         };
         let (whole, decimals) = match number.split_once('.') {
             None => (number, ""),
-            // There is no half byte.
+            // Bytes have no fraction.
             Some(_) if shift == 0 => return Err(NoSize),
             Some((_, decimals)) if !(1..=DECIMALS_MAX).contains(&decimals.len()) => {
                 return Err(NoSize);

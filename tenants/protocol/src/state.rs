@@ -23,12 +23,12 @@ pub enum MemberState {
 }
 
 impl MemberState {
-    /// Does it stand still, paused?
+    /// Is the process stopped in a pause?
     pub fn is_away(self) -> bool {
         matches!(self, Self::Paused | Self::Deep)
     }
 
-    /// Is it neither on its way to a pause nor to a resume?
+    /// Is the process on its way neither to a pause nor to a resume?
     pub fn rests(self) -> bool {
         match self {
             Self::Active | Self::Paused | Self::Deep | Self::Faulted => true,
@@ -40,33 +40,33 @@ impl MemberState {
 /// Something that happened to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The gate was shut for a pause.
+    /// The gate was closed for a pause.
     PauseBegun,
     /// A pause was undone before anything was released.
     PauseUndone,
-    /// A pause of all that a pause by tag has left began, in a process that stands still.
+    /// A process that is stopped after a pause by tag began to pause the rest of its memory.
     RestBegun,
-    /// That was undone, and the process stands still as before.
+    /// The pause of the rest was undone, and the process is stopped as before.
     RestUndone,
-    /// All own memory has been given back.
+    /// All own memory was released.
     Released,
-    /// The gate was shut for a resume.
+    /// The gate was closed for a resume.
     ResumeBegun,
-    /// A resume was undone; everything is given back again, contents kept.
+    /// A resume was undone: everything is released again, contents kept.
     ResumeUndone,
-    /// Everything is back.
+    /// All memory is restored.
     Resumed,
-    /// The memory of some tags has been given back, and the process goes on.
+    /// The memory of some tags was released, and the process runs on.
     TagsReleased,
-    /// The gate was shut to bring back the memory of some tags.
+    /// The gate was closed to restore the memory of some tags.
     TagResumeBegun,
-    /// That was undone, and the process goes on without.
+    /// The resume by tag was undone, and the process runs on without that memory.
     TagResumeUndone,
-    /// Paused, it was told that its contexts leave.
+    /// The paused process was told that its contexts leave.
     Frozen,
-    /// Its contexts are back.
+    /// The contexts of the process are restored.
     Thawed,
-    /// Something cannot be had back.
+    /// Something cannot be restored.
     Lost,
 }
 

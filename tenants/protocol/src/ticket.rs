@@ -1,12 +1,11 @@
-//! Tickets: what an application holds instead of the driver's descriptor of an exported allocation.
+//! Tickets: an application holds a ticket instead of the driver's descriptor of an exported allocation.
 //!
 //! A ticket is a sealed memfd that names an allocation and its owner. It may be passed on, duplicated and kept for as
-//! long as the application likes. It names no place: the owner is looked for in the directory of the importer's own
-//! tenant.
+//! long as the application likes. It names no path: the importer looks for the owner in the directory of its own tenant.
 //!
-//! As a descriptor of the driver's does, it holds its memory as long as it is open anywhere, by whatever duplicate: the file is
-//! opened once and that opening has a shared lock (`flock`), which the kernel keeps until the last descriptor of it
-//! is closed, in whatever process. The owner has opened the file a second time, and tries for the exclusive lock.
+//! Like a descriptor of the driver, a ticket keeps its memory while it is open anywhere, under any duplicate. The file is
+//! opened once, and this open file description has a shared lock (`flock`). The kernel keeps the lock until the last descriptor
+//! is closed, in any process. The owner has opened the file a second time, and tries to take the exclusive lock.
 //!
 //! ```text
 //!  0  magic "SUBLETTK"         8  version u16      10  zero, 6 bytes
@@ -14,8 +13,8 @@
 //! 48  owner's member id u64                        56  tenant, 40 bytes, zero behind its name
 //! 96  offset in bytes u64                         104  length in bytes u64: the part that it stands for; 0 for all
 //! ```
-//! Integers are little-endian. The seals keep anybody from changing it, so there is no checksum. Identity is the
-//! random allocation id: process ids are not unique.
+//! Integers are little-endian. The seals prevent changes, so there is no checksum. Identity is the random allocation id:
+//! process ids are not unique.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -31,7 +30,7 @@ use vmm_pool::{AllocationId, Part, TicketWatch, check_file_length};
 
 use crate::identity::{MemberId, TENANT_NAME_BYTES_MAX, TenantName};
 
-/// Changes whenever the layout does.
+/// The version changes whenever the layout does.
 pub const TICKET_VERSION: u16 = 3;
 
 /// The first bytes of every ticket of this version: magic and version.
@@ -51,9 +50,9 @@ const TENANT_AT: usize = 56;
 /// The contents of a ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ticket {
-    /// The allocation that it stands for.
+    /// The allocation that the ticket stands for.
     pub allocation: AllocationId,
-    /// The number of the ticket among the owner's; 0 where the owner keeps no memory for it.
+    /// The number of the ticket among the owner's; 0 if the owner keeps no memory for it.
     pub serial: u64,
     /// Size of the allocation, in bytes.
     pub size_bytes: u64,
@@ -61,11 +60,11 @@ pub struct Ticket {
     pub owner: MemberId,
     /// The owner's tenant.
     pub tenant: TenantName,
-    /// The part of the allocation that it stands for; none for all of it.
+    /// The part of the allocation that the ticket stands for; none for all of it.
     pub part: Option<Part>,
 }
 
-/// Why a ticket cannot be used.
+/// The reason why a ticket cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
@@ -118,15 +117,14 @@ impl Ticket {
         sealed_and_locked("sublet-ticket", &self.encode())
     }
 
-    /// Reads the ticket behind `fd`; `None` when it is something else.
+    /// Reads the ticket behind `fd`; `None` if `fd` is not a ticket.
     ///
-    /// Something else is left as it was: nothing is read from it unless it is a sealed memfd, and then
-    /// at a given offset only.
+    /// A descriptor of another kind stays as it was. Only a sealed memfd is read, at a given offset.
     ///
     /// # Errors
-    /// [`TicketError`] when it is a ticket, but not one that we can use.
+    /// [`TicketError`] if it is a ticket that this process cannot use.
     pub fn read(fd: BorrowedFd<'_>) -> Result<Option<Self>, TicketError> {
-        // Anything but a memfd answers EINVAL; a number that is no descriptor is for the driver to judge.
+        // Any descriptor other than a memfd answers EINVAL. The driver judges a number that is no descriptor.
         let Ok(seals) = fcntl(fd, FcntlArg::F_GET_SEALS) else {
             return Ok(None);
         };
@@ -139,7 +137,7 @@ impl Ticket {
         }
         let length = fstat(fd).map_err(io::Error::from)?.st_size;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
-        // One more than fits, so that a longer file is seen to be longer.
+        // One byte more than a ticket, so that a longer file is recognized.
         let mut bytes = [0; TICKET_BYTES + 1];
         let want = length.min(bytes.len());
         let got = read_at_start(fd, &mut bytes[..want])?;
@@ -172,7 +170,7 @@ impl Ticket {
         bytes
     }
 
-    /// The ticket in `bytes`, which are all of it. Any bytes give a ticket or an error.
+    /// Reads the ticket in `bytes`, with no bytes left over. Any bytes give a ticket or an error.
     ///
     /// # Errors
     /// [`TicketError`]; never [`TicketError::Io`].
@@ -204,8 +202,8 @@ impl Ticket {
     }
 }
 
-/// A lease, and what tells whether it is open anywhere: a file without a name that a borrower keeps as long as it holds
-/// the memory that came with it. Takes two descriptors.
+/// Makes a lease, and the watch that tells whether it is open anywhere. A lease is a file without a name. A borrower keeps it
+/// open as long as it holds the borrowed memory. Uses two descriptors.
 ///
 /// # Errors
 /// The system's error, such as too many open files, or no `/proc`.
@@ -215,7 +213,7 @@ pub fn lease() -> io::Result<(OwnedFd, TicketWatch)> {
     Ok((fd, watch))
 }
 
-/// A file without a name that holds `bytes` for good, close-on-exec, with the lock that [`watch`] asks about.
+/// Makes a file without a name that holds `bytes` for good, close-on-exec, with the lock that [`watch`] tests.
 fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     check_file_length(bytes.len() as u64)?;
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
@@ -226,13 +224,13 @@ fn sealed_and_locked(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Returns the watch that tells whether the ticket or lease behind `fd`, which has just been made, is still open
-/// anywhere. Takes a descriptor.
+/// Returns the watch that tells whether the ticket or lease behind `fd`, which must be new, is still open anywhere. Uses a
+/// descriptor.
 ///
 /// # Errors
 /// The system's error, such as too many open files, or no `/proc`.
 pub fn watch(fd: BorrowedFd<'_>) -> io::Result<TicketWatch> {
-    // Opened again: a duplicate would have the lock too.
+    // The file is opened again: a duplicate descriptor would share the lock.
     let fd = OwnedFd::from(File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?).into();
     Ok(TicketWatch { fd, is_closed })
 }
@@ -241,7 +239,7 @@ fn is_closed(watch: BorrowedFd<'_>) -> bool {
     flock(watch, FlockOperation::NonBlockingLockExclusive).is_ok()
 }
 
-/// A reader that knows how long the whole is.
+/// A reader that knows the total length.
 struct Parts<'a> {
     rest: &'a [u8],
     length: usize,
@@ -256,7 +254,7 @@ impl Parts<'_> {
     }
 }
 
-/// The tenant in its field: a zero inside a name is refused with the other characters that no name has.
+/// Reads the tenant from its field. A zero inside a name is refused like other characters that no name may have.
 fn parse_tenant(field: &[u8]) -> Result<TenantName, TicketError> {
     let behind = field.iter().rev().take_while(|byte| **byte == 0).count();
     std::str::from_utf8(&field[..field.len() - behind])
@@ -265,7 +263,7 @@ fn parse_tenant(field: &[u8]) -> Result<TenantName, TicketError> {
         .ok_or(TicketError::Malformed { field: "tenant" })
 }
 
-/// A part that lies in an allocation of `whole_bytes`, or none.
+/// A part that lies inside an allocation of `whole_bytes`; none for all of it.
 fn parse_part(part: Part, whole_bytes: u64) -> Result<Option<Part>, TicketError> {
     match part {
         Part { offset_bytes: 0, size_bytes: 0 } => Ok(None),
@@ -281,7 +279,7 @@ fn all_seals() -> SealFlag {
     SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
-/// Fills `buffer` from offset 0 without moving the file's own offset; says how much there was.
+/// Fills `buffer` from offset 0 without moving the file's own offset; returns how many bytes there were.
 fn read_at_start(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -1,4 +1,4 @@
-//! Times, as people write them: one reader for the command line and the environment. And as messages have them.
+//! Times, as people write them: one reader for the command line and the environment. Also times as messages show them.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ pub use sublet_sync::time::{micros, millis};
 /// A time such as `500ms`, `30s`, `2m` or `1h 30m`, from a millisecond to a day. A bare number is in seconds.
 ///
 /// # Errors
-/// It is none; the text says what is expected.
+/// The text is no such time; the error says what is expected.
 pub fn parse(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().map(Duration::from_secs);
     seconds

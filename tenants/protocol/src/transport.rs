@@ -4,15 +4,14 @@
 //! magic "SBLT" | version u16 | descriptors u16 | payload length u32 | payload (postcard)
 //! ```
 //!
-//! Integers are little-endian. Descriptors travel with the first byte of a frame; the header says how
-//! many, and a frame that brings other than that is refused whole: what came is closed. A side that
-//! expects none ([`Limits::fds_max`]) reads with no room for any, so that the kernel never installs them.
-//! Every wait has a deadline. A receive that runs out of time may be continued, as nothing read is lost;
-//! after any other error the connection is [`TransportError::OutOfStep`]. Peers of another user are
-//! refused, by the connecting and by the accepting side.
+//! Integers are little-endian. Descriptors travel with the first byte of a frame, and the header has their number. A frame with
+//! another number is refused whole, and its descriptors are closed. A side that expects none ([`Limits::fds_max`]) reads with
+//! no room for any, so that the kernel never installs them. Every wait has a deadline. A receive that reaches its deadline may
+//! be continued, as no byte is lost. After any other error the connection is [`TransportError::OutOfStep`]. Both sides refuse
+//! peers of another user.
 //!
-//! A process that reads a frame of another version answers with an empty frame of its own version, so
-//! that both sides can say who speaks what.
+//! A process that reads a frame of another version answers with an empty frame of its own version, so that both sides can say
+//! which version each speaks.
 //!
 //! Nothing here takes a lock, starts a thread, prints or raises a signal.
 
@@ -48,9 +47,10 @@ use frame::{FdRoom, FrameError, HEADER_BYTES, Header, Outgoing};
 
 use crate::wire::{Ask, FDS_PER_MESSAGE_MAX, Failure, Reply, Request};
 
-/// The most bytes of a payload that are read in one piece: memory follows what arrives, not what a header claims.
+/// The most bytes of a payload that are read in one piece. Memory grows with the bytes that arrive, not with the length in a
+/// header.
 const READ_BYTES: usize = 16 * 1024;
-/// A full queue of a listening socket gives no event when it has room again.
+/// The time between attempts: a full queue of a listening socket gives no event when it has room again.
 const CONNECT_BACK_OFF: Duration = Duration::from_millis(5);
 
 /// A connection to one other process. Send from one thread at a time.
@@ -59,9 +59,9 @@ pub struct Connection {
     stream: UninheritedFd,
     peer: Peer,
     limits: Limits,
-    /// The longest payload of each answer that is due, in their order.
+    /// The longest payload of each expected answer, in their order.
     due: VecDeque<usize>,
-    /// Has this side made the connection?
+    /// Did this side open the connection?
     asks: bool,
     incoming: Incoming,
     outgoing: Outgoing,
@@ -108,7 +108,7 @@ impl Connection {
         Self::from_nonblocking(stream, Limits::REPLIES).map(|made| Self { asks: true, ..made })
     }
 
-    /// Takes over a stream that a listening socket of ours accepted.
+    /// Wraps a stream that a listening socket of ours accepted.
     ///
     /// # Errors
     /// [`TransportError::ForeignPeer`]; [`TransportError::Io`].
@@ -154,22 +154,22 @@ impl Connection {
         self.peer
     }
 
-    /// Has a part of a message arrived, and the rest not?
+    /// Has only a part of a message arrived?
     pub fn is_mid_frame(&self) -> bool {
         self.incoming.header_filled > 0
     }
 
-    /// The process at the other end of a connection that this side has made.
+    /// The process at the other end of a connection that this side opened.
     pub fn process(&self) -> Process {
         Process::behind(&self.stream)
     }
 
-    /// Is there something queued that the peer has not taken yet?
+    /// Is anything queued that the peer has not received yet?
     pub fn has_queued(&self) -> bool {
         !self.outgoing.is_empty()
     }
 
-    /// Sends `message` with `fds`; these stay the caller's. What was queued goes first.
+    /// Sends `message` with `fds`, which the caller still owns. Queued messages are sent first.
     ///
     /// # Errors
     /// [`TransportError::TooLong`] and [`TransportError::TooManyFds`] before anything is sent;
@@ -207,7 +207,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends what is queued, as far as the peer takes it now. True when nothing is left. Does not block.
+    /// Sends queued messages, as far as the peer receives now. True when none is left. Does not block.
     ///
     /// # Errors
     /// [`TransportError::Closed`]; [`TransportError::Io`]; [`TransportError::OutOfStep`] after either.
@@ -230,7 +230,7 @@ impl Connection {
         Ok(true)
     }
 
-    /// `message` as a frame that may be sent on this connection.
+    /// Encodes `message` as a frame that may be sent on this connection.
     fn encode<T: Serialize + ?Sized>(
         &self,
         message: &T,
@@ -277,11 +277,10 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for the next message. The descriptors with it are the caller's.
+    /// Waits for the next message. The caller owns the descriptors that come with it.
     ///
-    /// # Errors
-    /// [`TransportError::Deadline`], after which the same message may be waited for again;
-    /// [`TransportError::Closed`]; any that says what is wrong with the message.
+    /// # Errors [`TransportError::Deadline`], after which the same message may be waited for again; [`TransportError::Closed`];
+    /// any variant for an invalid message.
     pub fn receive<T: DeserializeOwned>(
         &mut self,
         deadline: Instant,
@@ -294,7 +293,7 @@ impl Connection {
         }
     }
 
-    /// The next message, if all of it is here already. Does not block; meant for poll loops.
+    /// The next message, if all of it has arrived. Does not block; meant for poll loops.
     ///
     /// # Errors
     /// As [`Connection::receive`], except for the deadline.
@@ -341,7 +340,7 @@ impl Connection {
         Ok(Some((frame.payload, frame.fds)))
     }
 
-    /// Reads once into the arriving frame. False when nothing is here now.
+    /// Reads once into the arriving frame. False if no bytes are available now.
     fn read_some(&mut self) -> Result<bool, TransportError> {
         let mut buffer = [0_u8; READ_BYTES];
         let want = self.incoming.missing_bytes().min(READ_BYTES);
@@ -389,7 +388,7 @@ impl Connection {
         })
     }
 
-    /// Lets a peer of another version know ours; it would otherwise see no more than a hang-up.
+    /// Tells a peer of another version our version. Otherwise it would see only a closed connection.
     fn tell_own_version(&self) {
         let header = Header { fds: 0, payload_bytes: 0 }.encode();
         if let Err(errno) = frame::send(self.stream.as_fd(), &header, &[]) {
@@ -397,8 +396,8 @@ impl Connection {
         }
     }
 
-    /// Waits for `events`. The caller is told of the other's end here, also where a child of the other holds the
-    /// connection open.
+    /// Waits for `events`. Also reports the end of the peer's process, even if a child of that process holds the connection
+    /// open.
     fn wait(
         &self,
         events: PollFlags,
@@ -409,7 +408,7 @@ impl Connection {
         let end = process.end_event().map(|end| PollFd::new(end, PollFlags::POLLIN));
         let own = PollFd::new(self.stream.as_fd(), events);
         let mut fds: Vec<PollFd<'_>> = std::iter::once(own).chain(end).collect();
-        // One that had ended before it was looked for makes no event: what there is of it is here.
+        // A process that ended earlier makes no event: all that it sent has arrived.
         let had_ended = matches!(process, Process::Ended);
         let until = if had_ended { Instant::now() } else { deadline };
         match poll_until(&mut fds, until) {
@@ -418,7 +417,7 @@ impl Connection {
             Ok(false) => return Err(TransportError::Deadline { peer: self.peer, waiting_to }),
             Err(source) => return Err(self.io_error("poll", source)),
         }
-        // What it sent before its end counts.
+        // Bytes that the process sent before its end count.
         let ended = fds.len() > 1 && fds[1].any() == Some(true);
         if ended && matches!(nix::poll::poll(&mut fds[..1], PollTimeout::ZERO), Ok(0)) {
             return Err(TransportError::Closed { peer: self.peer });
@@ -438,9 +437,9 @@ impl Connection {
     }
 }
 
-// The side that asks: a question and its answer belong together by type.
+// The asking side: a question and its answer belong together by type.
 impl Connection {
-    /// Asks `question` and waits for its answer, or for why it is refused.
+    /// Asks `question` and waits for its answer, or for the reason of a refusal.
     ///
     /// # Errors
     /// As [`Connection::exchange`]; [`TransportError::AnotherAnswer`].
@@ -454,7 +453,7 @@ impl Connection {
         self.paired(question, reply, fds)
     }
 
-    /// The answer to `question`, which was sent before, if all of it is here already. Does not block.
+    /// The answer to `question`, which was sent before, if all of it has arrived. Does not block.
     ///
     /// # Errors
     /// As [`Connection::try_receive`]; [`TransportError::AnotherAnswer`].
@@ -480,7 +479,7 @@ impl Connection {
         })
     }
 
-    /// Sends `request`. No longer answer than fits it is taken.
+    /// Sends `request`. The longest answer to it limits the payload that is accepted.
     ///
     /// # Errors
     /// As [`Connection::send`].
@@ -513,7 +512,7 @@ impl AsFd for Connection {
 }
 
 impl Incoming {
-    /// Returns the bytes still to come of the header, or of the payload once the header is known.
+    /// Returns the missing bytes of the header, or of the payload once the header is known.
     fn missing_bytes(&self) -> usize {
         match self.announced {
             None => HEADER_BYTES - self.header_filled,
@@ -533,14 +532,14 @@ impl Incoming {
     }
 }
 
-/// Waits until one of `fds` is ready. False when `deadline` came first. Signals do not end the wait.
+/// Waits until one of `fds` is ready. False if `deadline` passes first. Signals do not end the wait.
 ///
 /// # Errors
 /// The system's error.
 pub fn poll_until(fds: &mut [PollFd<'_>], deadline: Instant) -> io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        // Rounded up, so that the last fraction of a millisecond is slept, not spun through.
+        // Rounded up, so that the thread sleeps through the last fraction of a millisecond instead of spinning.
         let timeout_ms = left.as_nanos().div_ceil(1_000_000).min(60_000);
         let timeout = PollTimeout::try_from(timeout_ms).unwrap_or(PollTimeout::ZERO);
         match nix::poll::poll(fds, timeout) {

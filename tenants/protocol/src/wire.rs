@@ -29,10 +29,10 @@ pub use ask::{
     StepOn, TakePhase, Withdraw,
 };
 
-/// Changes whenever a message does. Processes of different versions refuse each other by name.
+/// The version changes whenever a message does. Processes of different versions refuse each other by name.
 pub const PROTOCOL_VERSION: u16 = 32;
 
-/// A request of one process to another's agent, as it is sent. Each has a type of its own, with its answer ([`Ask`]).
+/// A request of one process to another's agent, as it is sent. Each request has a type of its own, with its answer ([`Ask`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// [`Hello`], answered with [`Reply::Member`].
@@ -69,19 +69,19 @@ pub enum Request {
     Idle(LookIdle),
 }
 
-/// Why descriptors are fetched.
+/// The reason for fetching descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum FetchPurpose {
     /// To redeem a ticket.
     Redeem {
-        /// The number of the ticket among the owner's; 0 where the owner keeps no memory for it.
+        /// The number of the ticket among the owner's; 0 if the owner keeps no memory for it.
         serial: u64,
     },
-    /// Once more, for what a pause made the importer give up. No ticket is used up.
+    /// To open memory again that the importer released in a pause. No ticket is used up.
     Again,
 }
 
-/// Descriptors that one message may carry: the kernel takes 253 (`SCM_MAX_FD`).
+/// Descriptors that one message may carry: the kernel allows 253 (`SCM_MAX_FD`).
 pub const FDS_PER_MESSAGE_MAX: usize = 250;
 
 /// An agent's answer.
@@ -97,7 +97,8 @@ pub enum Reply {
     Cut(Box<CutReport>),
     /// To [`Request::Step`].
     Activity(Box<Activity>),
-    /// To [`Request::Phase`]: this phase is complete. It is named, so that an answer given twice is not taken for the next one's.
+    /// To [`Request::Phase`]: this phase is complete. The phase is named, so that a repeated answer does not count for the next
+    /// phase.
     PhaseDone(Phase, PhaseAnswer),
     /// To [`Request::Withdraw`].
     Told(RoundEnd),
@@ -105,17 +106,16 @@ pub enum Reply {
     Consented,
     /// To [`Request::GiveUp`].
     Noted,
-    /// To [`Request::FetchFds`]. Descriptors travel with this message; `count` says how many. What is lent to another
-    /// tenant has two each: the driver's, and its lease.
+    /// To [`Request::FetchFds`]. Descriptors travel with this message; `count` is their number. Memory lent to another tenant
+    /// has two descriptors for each allocation: the driver's, and its lease.
     Fds {
         /// The number of descriptors.
         count: u32,
         /// When tickets were redeemed: the tag of each allocation, in the same order.
         tags: Vec<String>,
-        /// Allocations requested again that this process does not have any more. No descriptor comes for them.
+        /// Allocations requested again that this process does not have any more. No descriptor is sent for them.
         missing: Vec<AllocationId>,
-        /// Of what is lent to another tenant: the device of each allocation, in the same order, by its machine-wide
-        /// name.
+        /// For memory lent to another tenant: the device of each allocation, in the same order, by its machine-wide name.
         devices: Vec<String>,
     },
     /// To [`Request::Save`].
@@ -124,25 +124,25 @@ pub enum Reply {
     Host(Box<HostProgress>),
     /// To [`Request::Lent`].
     Lent(Box<Lending>),
-    /// To [`Request::Count`]: this process counts what it holds.
+    /// To [`Request::Count`]: this process counts the memory that it holds.
     Counts,
     /// To [`Request::Spill`].
     Spilled(Box<SpillProgress>),
     /// To [`Request::Idle`].
     Idleness(Idleness),
-    /// The request was not carried out; the process is as before the request unless `failure` says so.
+    /// The request was not carried out. The process is as before the request, unless `failure` says otherwise.
     Failed(Failure),
 }
 
 /// The memory that a process shares with other tenants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lending {
-    /// Own memory that processes of other tenants have open; and memory of this pause by tag that it has open itself, and has
-    /// not agreed to run without.
+    /// Own memory that processes of other tenants have open. Also memory of this pause by tag that the process itself has open,
+    /// and has not agreed to run without.
     pub lent: Vec<Lent>,
-    /// Memory that was borrowed from other tenants, and that a pause has given up.
+    /// Memory that was borrowed from other tenants, and that a pause has released.
     pub wanted: Vec<Wanted>,
-    /// Processes of its own tenant that it shares memory with.
+    /// Processes of its own tenant with which it shares memory.
     pub partners: Vec<Partner>,
 }
 
@@ -227,29 +227,29 @@ pub struct SaveProgress {
 /// See [`SaveProgress`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SaveStage {
-    /// It runs, and has all its memory: there is nothing to write.
+    /// The process runs, and has all its memory: no contents are to be written.
     Nothing,
-    /// There is more to write.
+    /// More contents are to be written.
     Writing,
-    /// All is written.
+    /// All contents are written.
     Written {
-        /// The name of its map in the directory.
+        /// The name of the process's map in the directory.
         map: String,
     },
-    /// Nothing is being written, and what was not whole is removed.
+    /// No contents are being written, and incomplete files are removed.
     CalledOff,
 }
 
 /// The contents that a process has moved from host memory to a file, and those that it may still move.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillProgress {
-    /// Saved contents that it may move; none where it has not opted in, or does not stand paused.
+    /// Saved contents that it may move; none if it has not opted in, or is not paused.
     pub left_bytes: u64,
-    /// Host memory that this step gave back to the system.
+    /// Host memory that this step returned to the system.
     pub given_back_bytes: u64,
     /// The time that it has been in its present state, in milliseconds.
     pub rests_ms: u64,
-    /// The limits on its host memory: giving some back helps others under the same.
+    /// The limits on its host memory: memory that it returns helps other processes under the same limit.
     pub limits: Vec<HostLimit>,
 }
 
@@ -327,12 +327,12 @@ impl From<PhaseReport> for PhaseAnswer {
     }
 }
 
-/// The account of a process that has drained. The coordinator alone goes by it.
+/// The account of a process that has drained. Only the coordinator uses it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drained {
-    /// The host memory that saving will take.
+    /// The host memory that saving will need.
     pub host: HostNeed,
-    /// The shared memory that it holds.
+    /// The shared memory that the process holds.
     pub references: References,
 }
 
@@ -346,12 +346,12 @@ pub struct StageReport {
     pub left: Vec<StageLeft>,
 }
 
-/// The memory that a resume would take.
+/// The memory that a resume would allocate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needed {
-    /// Of each device, and what is free there.
+    /// The memory on each device, and the free bytes there.
     pub devices: Vec<DeviceDelta>,
-    /// The largest allocation of it.
+    /// The largest allocation among it.
     pub largest_bytes: u64,
 }
 
@@ -520,7 +520,8 @@ pub struct Idleness {
     pub waiting_calls: u64,
 }
 
-/// For people's programs whole seconds, which is what looks every few seconds can tell: so a document stays as long as it was for a while.
+/// Rounds to whole seconds for people's programs. A look every few seconds measures no finer, and a document then stays the
+/// same for a while.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands it out so")]
 fn whole_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     let shown_us = if serializer.is_human_readable() { us / 1_000_000 * 1_000_000 } else { *us };

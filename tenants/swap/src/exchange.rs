@@ -1,10 +1,10 @@
-//! The order of moves while two tenants change places: which process moves how much next. It is a pure account of bytes
-//! by device, kept from what the processes say.
+//! The order of moves during a swap of two tenants: which process moves how much next. It is a pure account of bytes by device,
+//! from the processes' answers.
 //!
-//! No device holds more than the larger of what leaves and what comes there, and a window. Memory that has just been
-//! released is given to the tenant that comes as it is told; what leaves waits for nobody. If all that comes fits into what
-//! is free before anything leaves, the first saves everything and gives it back last: the driver clears what is given back,
-//! and copies to that device are slow meanwhile.
+//! A device holds at most the larger of the leaving and the coming bytes, and a window. Memory that was just released is granted
+//! to the coming tenant with its next order; the leaving tenant waits for nothing. If all coming bytes fit into the free memory
+//! at the start, the first tenant saves everything and releases its memory last. The driver clears released memory, and copies to
+//! that device are slow meanwhile.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,34 +12,34 @@ use vmm_pool::Schedule;
 
 use sublet_protocol::wire::{DeviceDelta, Needed, PhaseReport, StageLeft, Window};
 
-/// Orders that a process is sent before it has answered the first: it never waits for the coordinator between stages.
+/// The number of orders that a process has at a time. So it never waits for the coordinator between stages.
 const AHEAD: usize = 2;
 
-/// The usual window is this part of the larger of the two on a device,
+/// The usual window is this part of the larger of the two tenants on a device.
 const WINDOW_PART: u64 = 16;
-/// and at least so much: below, a stage is over before the next order could be of use;
+/// The smallest usual window. A smaller stage would end before the next order arrives.
 const WINDOW_BYTES_MIN: u64 = 256 << 20;
-/// and at most so much: a stage is a hundred times as long as the messages and calls that begin and end it, and what the
-/// last one moves alone is short.
+/// The largest usual window. A stage of it takes a hundred times as long as its messages and calls, and the last stage, which
+/// moves alone, is short.
 const WINDOW_BYTES_MAX: u64 = 1 << 30;
-/// It has room for so many of the largest allocation that comes, if the usual one has no room for two: what leaves would wait
-/// for each of them;
+/// If the usual window has no room for two of the largest coming allocation, the window has room for this number of them. The
+/// leaving tenant would otherwise wait for each.
 const WINDOW_ALLOCATIONS: u64 = 4;
-/// but it is not more than this part of the larger of the two.
+/// Such a window is at most this part of the larger of the two tenants.
 const WIDER_WINDOW_PART: u64 = 4;
 
-/// The next order, and to whom: an index among those that leave, or among those that come.
+/// The next order, with the index of its process among the leaving or the coming processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Move {
-    /// Save and release a window, or what is left.
+    /// Save and release a window, or all that is left.
     Release(usize, Option<Window>),
-    /// Say what has stayed: nobody has anything left to release.
+    /// Report what has stayed: no process has memory left to release.
     Verify(usize),
-    /// Create and fill as much as this.
+    /// Create and fill this much memory.
     Restore(usize, Window),
 }
 
-/// See the head of this module.
+/// The account of one swap. See the documentation of this module.
 #[derive(Debug)]
 pub(super) struct Exchange {
     pub(super) window_bytes: u64,
@@ -48,7 +48,7 @@ pub(super) struct Exchange {
     coming: Vec<Comer>,
     /// The tenant that was to come does so no more.
     is_coming_over: bool,
-    /// All that comes has room next to all that leaves, and a window.
+    /// All coming memory has room next to all leaving memory and a window.
     has_room_for_both: bool,
 }
 
@@ -56,22 +56,22 @@ pub(super) struct Exchange {
 #[expect(clippy::struct_field_names, reason = "units end the name")]
 #[derive(Debug, Default)]
 struct Device {
-    /// Before anything moved.
+    /// The free bytes before anything moved.
     free_bytes: u64,
     leaving_bytes: u64,
     coming_bytes: u64,
     gone_bytes: u64,
-    /// Taken by those that come, or promised to them.
+    /// Bytes that coming processes have created, or may create by an order.
     granted_bytes: u64,
 }
 
 /// Bytes by device.
 type Bytes = BTreeMap<String, u64>;
 
-/// A process of the tenant that leaves.
+/// A process of the leaving tenant.
 #[derive(Debug)]
 struct Leaver {
-    /// As it said last.
+    /// The bytes that it still has, by its last answer.
     left: Bytes,
     next_stage: u32,
     due: usize,
@@ -81,24 +81,24 @@ struct Leaver {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LeaverAt {
-    /// It is sent stages.
+    /// It gets orders for stages.
     Stages,
-    /// A stage was not done, or moved nothing: what is left is tried in one step.
+    /// A stage failed, or moved nothing. The rest is tried in one step.
     Trouble,
-    /// It was told to release what is left.
+    /// It was ordered to release the rest.
     Releasing,
-    /// It has.
+    /// It has released the rest.
     Released,
-    /// It was told to say what has stayed.
+    /// It was ordered to report what has stayed.
     Verifying,
-    /// It has, or is lost.
+    /// It has reported, or is lost.
     Over,
 }
 
-/// A process of the tenant that comes.
+/// A process of the coming tenant.
 #[derive(Debug)]
 struct Comer {
-    /// By device: the bytes still to be created, and the smallest allocation of them; 0 while that is not known.
+    /// By device: the bytes still to be created, and the smallest allocation among them; 0 if that is not known.
     left: BTreeMap<String, (u64, u64)>,
     next_stage: u32,
     /// The bytes by device that each order allows, for the orders that it has not answered yet.
@@ -108,7 +108,7 @@ struct Comer {
 }
 
 impl Comer {
-    /// Returns the bytes that no order under way is about, as far as can be told.
+    /// Returns the bytes that no order under way covers, as far as is known.
     fn unasked(&self) -> BTreeMap<String, (u64, u64)> {
         let mut unasked = self.left.clone();
         for (uuid, bytes) in self.promised.iter().flatten() {
@@ -121,7 +121,7 @@ impl Comer {
     }
 }
 
-/// Bytes by device that several processes have or need there.
+/// Adds up, by device, the bytes that several processes have or need.
 pub(super) fn totals<'a>(deltas: impl IntoIterator<Item = &'a DeviceDelta>) -> Bytes {
     let mut totals = Bytes::new();
     for delta in deltas {
@@ -131,12 +131,12 @@ pub(super) fn totals<'a>(deltas: impl IntoIterator<Item = &'a DeviceDelta>) -> B
     totals
 }
 
-/// Of numbers that others have said.
+/// Adds up numbers of other processes, without overflow.
 fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
     bytes.fold(0, u64::saturating_add)
 }
 
-/// The window for tenants of which the larger has `moved_bytes` on a device, and the one that comes an allocation of
+/// Returns the window for a device. The larger tenant has `moved_bytes` there, and the largest allocation of the coming one is
 /// `largest_bytes`.
 fn usual_window(moved_bytes: u64, largest_bytes: u64) -> u64 {
     let usual = (moved_bytes / WINDOW_PART).clamp(WINDOW_BYTES_MIN, WINDOW_BYTES_MAX);
@@ -148,8 +148,8 @@ fn usual_window(moved_bytes: u64, largest_bytes: u64) -> u64 {
 }
 
 impl Exchange {
-    /// Begins the account. `leaving` says what each process that leaves has on each device, and `coming` what each
-    /// process that comes needs. Without `window_bytes` the usual window counts.
+    /// Begins the account. `leaving` has the bytes of each leaving process on each device, and `coming` the needs of each coming
+    /// process. Without `window_bytes` the usual window is used.
     pub(super) fn new(
         window_bytes: Option<u64>,
         leaving: &[Vec<DeviceDelta>],
@@ -201,12 +201,12 @@ impl Exchange {
         }
     }
 
-    /// When the last step of those that leave saves what is left.
+    /// Returns when the last step of the leaving processes saves the rest.
     pub(super) fn rest(&self) -> Schedule {
         if self.has_room_for_both { Schedule::SaveFirst } else { Schedule::SaveMeanwhile }
     }
 
-    /// Everything that moves, both ways.
+    /// Returns the bytes that move in both directions.
     pub(super) fn total_bytes(&self) -> u64 {
         let bytes = self
             .devices
@@ -215,14 +215,13 @@ impl Exchange {
         sum(bytes)
     }
 
-    /// The next order to be sent now, which counts as sent. None when answers have to come first, or nothing is left to
-    /// be done.
+    /// Returns the next order, and counts it as sent. None if answers have to come first, or no work is left.
     pub(super) fn next(&mut self) -> Option<Move> {
         self.next_of_leaving().or_else(|| self.next_of_coming())
     }
 
-    /// Has everything left that can, and is nothing asked of those who come? What is still missing of them has no reason
-    /// to come by stages any more.
+    /// Has all leaving memory left, and has no coming process an open order? The rest of the coming memory does not need stages
+    /// any more.
     pub(super) fn is_over(&self) -> bool {
         let all_left = self.leaving.iter().all(|leaver| leaver.at == LeaverAt::Over);
         let has_begun = |comer: &Comer| comer.next_stage > 0 && comer.promised.is_empty();
@@ -238,7 +237,7 @@ impl Exchange {
                     let asked = window_bytes.saturating_mul(leaver.due as u64);
                     let most = leaver.left.values().copied().max().unwrap_or(0);
                     leaver.due += 1;
-                    // There is nobody to make room for.
+                    // No process needs room made for it.
                     let needs_no_room = self.is_coming_over || self.has_room_for_both;
                     if most.saturating_sub(asked) <= window_bytes || needs_no_room {
                         leaver.at = LeaverAt::Releasing;
@@ -283,7 +282,7 @@ impl Exchange {
             return None;
         }
         let all_released = self.all_released();
-        // The one with least under way, and of those the one that needs most.
+        // The process with the fewest orders under way goes first, and among equals the one that needs most.
         let mut order: Vec<usize> = (0..self.coming.len()).collect();
         order.sort_by_key(|index| {
             let comer = &self.coming[*index];
@@ -293,7 +292,7 @@ impl Exchange {
         for index in order {
             let comer = &self.coming[index];
             let is_first = comer.next_stage == 0;
-            // The rest comes in one step with what follows it.
+            // The rest is created in one step with the phases after it.
             if comer.promised.len() >= AHEAD || (all_released && !is_first) {
                 continue;
             }
@@ -332,17 +331,17 @@ impl Exchange {
         granted
     }
 
-    /// Returns how many more bytes may be taken on a device now.
+    /// Returns how many more bytes may be created on a device now.
     fn allowed(&self, uuid: &str, all_released: bool) -> u64 {
         let Some(device) = self.devices.get(uuid) else { return 0 };
         if all_released {
-            // What else there may be in the way only the driver knows.
+            // Only the driver knows what else may use the memory.
             return u64::MAX;
         }
         if self.has_room_for_both {
             return device.free_bytes.saturating_sub(device.granted_bytes);
         }
-        // What a process shares is free when the others have let go of it too, which they do in their first step.
+        // Shared memory is free when all its processes have released it, which they do in their first step.
         let counts =
             self.leaving.iter().all(|leaver| leaver.answers > 0 || leaver.at == LeaverAt::Over);
         let gone_bytes = if counts { device.gone_bytes } else { 0 };
@@ -352,7 +351,7 @@ impl Exchange {
         free.min(most.saturating_sub(stays)).saturating_sub(device.granted_bytes)
     }
 
-    /// A process that leaves has done a stage, or all that was left.
+    /// Notes that a leaving process has done a stage, or has released the rest.
     pub(super) fn released(&mut self, index: usize, report: &PhaseReport) {
         self.add_gone(&report.devices);
         let moved_bytes = sum(report.devices.iter().map(|delta| delta.bytes));
@@ -368,13 +367,14 @@ impl Exchange {
         }
     }
 
-    /// Has this process, which leaves, done all its stages, and is to release what is left?
+    /// Has this leaving process done all its stages, with the order to release the rest still open?
     pub(super) fn owes_all_alone(&self, index: usize) -> bool {
         let leaver = &self.leaving[index];
         leaver.at == LeaverAt::Releasing && leaver.due == 1
     }
 
-    /// Too much time has passed. A process that leaves is told to release what is left, whatever has come of its stages.
+    /// Ends the stages because too much time has passed. Each leaving process is ordered to release the rest, whatever its stages
+    /// have done.
     pub(super) fn hurry(&mut self) {
         for leaver in &mut self.leaving {
             if leaver.at == LeaverAt::Stages {
@@ -390,7 +390,7 @@ impl Exchange {
         }
     }
 
-    /// A process that leaves could not do a stage. It has what is left on its devices, and can be told to release that.
+    /// Notes that a leaving process could not do a stage. It still has the rest on its devices, and can be ordered to release it.
     pub(super) fn stage_failed(&mut self, index: usize) {
         let leaver = &mut self.leaving[index];
         leaver.due = leaver.due.saturating_sub(1);
@@ -399,17 +399,17 @@ impl Exchange {
         }
     }
 
-    /// A process that leaves has said all, or is lost.
+    /// Notes that a leaving process has reported everything, or is lost.
     pub(super) fn left_for_good(&mut self, index: usize) {
         self.leaving[index].at = LeaverAt::Over;
     }
 
-    /// Is nothing asked any more of this process, which was to leave?
+    /// Does this leaving process get no more orders?
     pub(super) fn has_left_for_good(&self, index: usize) -> bool {
         self.leaving[index].at == LeaverAt::Over
     }
 
-    /// A process that comes has done a stage.
+    /// Notes that a coming process has done a stage.
     pub(super) fn restored(&mut self, index: usize, report: &PhaseReport) {
         let comer = &mut self.coming[index];
         comer.left = left_of(report)

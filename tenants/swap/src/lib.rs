@@ -1,12 +1,12 @@
-//! Two tenants that change places: one is paused, the other is resumed, simultaneously if both have something to move. Each is
-//! moved whole or by tag, as its coordinator's scope says.
+//! Swaps two tenants: pauses one and resumes the other, simultaneously if both have memory to move. Each is moved whole or by
+//! tag, as its coordinator's scope says.
 //!
-//! These are two transactions, a pause and a resume, each with its own decision, under one coordinator that holds both
-//! tenants' locks, taken in the order of their names. The one that leaves has its point of no return at its first stage: before
-//! it, all of it has prepared, and the other was found to fit into what is free and what leaves. The one that comes can be
-//! undone until its gates open. Then the pause is finished, and the first is resumed as a third transaction; if that fails too,
-//! both are paused with all contents. If the coordinator dies, both end paused: who was told to release finishes, who was to
-//! come goes back.
+//! A swap is two transactions, a pause and a resume, each with its own decision. One coordinator holds the locks of both tenants,
+//! taken in the order of their names. The leaving tenant has its point of no return at its first stage. Before that, all its
+//! processes have prepared, and the other tenant was found to fit into the free and the leaving memory. The resume of the coming
+//! tenant can be undone until its gates open. After an undo the pause is finished, and the first tenant is resumed in a third
+//! transaction. If that fails too, both are paused with all contents. If the coordinator dies, both end paused: a process that
+//! was ordered to release finishes, and a coming one is undone.
 
 #![forbid(unsafe_code)]
 
@@ -31,12 +31,12 @@ use exchange::{Exchange, totals};
 use overlap::exchange;
 use wants::{needs_of_each, resident_bytes, wanted_of};
 
-/// The time for which a first tenant that is to come back waits for room that the second has kept.
+/// The time for which the first tenant's second resume waits for memory that the other tenant still holds.
 const KEPT_ROOM_WAIT: Duration = Duration::from_secs(2);
-/// The time between two looks for that room.
+/// The time between two tries to get that memory.
 const KEPT_ROOM_LOOK: Duration = Duration::from_millis(200);
 
-/// Why a tenant does not change places with itself.
+/// Returns the reason why a tenant cannot be swapped with itself.
 pub fn swap_with_itself(tenant: &TenantName) -> String {
     format!(
         "tenant '{tenant}' cannot be swapped with itself: its processes are in one pause or resume at a time; pause and \
@@ -48,21 +48,21 @@ pub fn swap_with_itself(tenant: &TenantName) -> String {
 #[must_use]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Swap {
-    /// Of the tenant that gave memory up.
+    /// The outcome for the tenant that released its memory.
     pub paused: Outcome,
-    /// Of the tenant that took it.
+    /// The outcome for the tenant that got the memory.
     pub resumed: Outcome,
     /// From the first message to the last answer of both, in microseconds.
     pub wall_us: u64,
 }
 
-/// Pauses `from` and resumes `to`, both of all their processes, under the locks of both. Blocks for a bounded time.
+/// Pauses all processes of `from` and resumes all of `to`, under the locks of both. Blocks for a bounded time.
 ///
-/// One stage moves `window_bytes` of a device, and that much more than the larger of the two is held for it. If both and a
-/// window have room on it, it holds both. None for the usual, which fits tenants of many gigabytes.
+/// One stage moves `window_bytes` of a device. The device holds that much more than the larger of the two tenants. If both
+/// tenants and a window have room on it, it holds both. None: the usual window, which suits tenants of many gigabytes.
 ///
 /// # Errors
-/// [`Trouble`], which says what state both are in.
+/// [`Trouble`], which has the state of both tenants.
 pub fn swap(
     from: &mut Coordinator,
     to: &mut Coordinator,
@@ -70,7 +70,7 @@ pub fn swap(
     progress: &mut dyn FnMut(Event<'_>),
 ) -> Result<Swap, Trouble> {
     let started = Instant::now();
-    // Is there a process to speak to?
+    // The tenant must have a live process.
     let dir = to.dir()?;
     let dead = dir.remove_stale()?;
     if dir.members()?.is_empty() {
@@ -94,13 +94,13 @@ enum Moved {
         paused: Outcome,
         resumed: Outcome,
     },
-    /// The contexts of the second do not fit next to the first, of which this would leave.
+    /// The contexts of the second tenant do not fit next to the first. `left` is the part of the first that would leave.
     Neither {
         left: Scope,
     },
 }
 
-/// Moves both at the same time, if both have something to move.
+/// Moves both tenants at the same time, if both have memory to move.
 fn move_both(
     (from, to): (&Held<'_>, &Held<'_>),
     window_bytes: Option<u64>,
@@ -112,7 +112,7 @@ fn move_both(
     let tell = |event: Event<'_>| (*shared.borrow_mut())(event);
     let (mut tell_from, mut tell_to, mut tell_after) = (tell, tell, tell);
     let mut out = Session::open(from, from.coordinator.options(), Action::Pause, &mut tell_from)?;
-    // If the second did not come, going back would have it run.
+    // If the resume of the second failed, the undo would make the first run.
     if !out.members.is_empty() {
         refuse_standing(&out.cast)?;
     }
@@ -132,7 +132,8 @@ fn move_both(
     Pair { from, to, window_bytes, out, back, left, started }.change_places(tries, &mut tell_after)
 }
 
-/// Moves the first, then the second: the contexts of both do not fit together. `left` is the part of the first that leaves.
+/// Moves the first tenant, then the second, because the contexts of both do not fit together. `left` is the part of the first
+/// that leaves.
 fn one_after_the_other(
     from: &Held<'_>,
     to: &Held<'_>,
@@ -149,7 +150,7 @@ fn one_after_the_other(
     }
 }
 
-/// Takes both locks in the order of the names: two swaps the opposite way do not wait for each other.
+/// Takes both locks in the order of the names, so two swaps in opposite directions cannot deadlock.
 fn lock_both<'a>(
     from: &'a Coordinator,
     to: &'a Coordinator,
@@ -165,7 +166,7 @@ fn lock_both<'a>(
     }
 }
 
-/// Two tenants that change places, both of which have something to move.
+/// Two tenants in a swap, both of which have memory to move.
 struct Pair<'h> {
     from: &'h Held<'h>,
     to: &'h Held<'h>,
@@ -178,7 +179,7 @@ struct Pair<'h> {
 }
 
 impl Pair<'_> {
-    /// Both simultaneously. The contexts of the second are back.
+    /// Moves both simultaneously. The contexts of the second are restored already.
     fn change_places(
         mut self,
         tries: &Tries,
@@ -207,7 +208,7 @@ impl Pair<'_> {
         if let Err(stop) = came {
             let source = to.coordinator.with_holders(back.undo(stop), None);
             let stranded = Stranded { left, losses: out.report.losses, source };
-            // One that has not finished its part obeys nobody else as long as this leads it.
+            // As long as this session leads a process that has not finished its part, that process obeys no other.
             drop(out.cast);
             let error = stranded.go_back(from, to, tell_after);
             if !matches!(error, Trouble::NotBack { .. }) {
@@ -216,13 +217,13 @@ impl Pair<'_> {
             return Err(error);
         }
         back.commit();
-        // Behind the second, which runs by then.
+        // The contexts of the first are removed after the second runs.
         out.take_contexts(started);
         back.account(started);
         Ok(Moved::Both { paused: out.into_outcome(), resumed: back.into_outcome() })
     }
 
-    /// All of the first prepares, if the second fits into what is free and what leaves.
+    /// Prepares all processes of the first tenant, if the second fits into the free and the leaving memory.
     fn prepare(&mut self, tries: &Tries) -> Result<Exchange, Trouble> {
         self.refuse_wanted()?;
         let needed = needs_of_each(&mut self.back).map_err(|failures| self.refused(failures))?;
@@ -243,7 +244,7 @@ impl Pair<'_> {
         Ok(Exchange::new(self.window_bytes, &gives, &needed))
     }
 
-    /// Refuses if the second wants memory of the first, which it can have while the first runs.
+    /// Refuses if the second tenant needs memory of the first, which it can get only while the first runs.
     fn refuse_wanted(&mut self) -> Result<(), Trouble> {
         if *self.out.round.scope() != Scope::Whole {
             return Ok(());
@@ -255,7 +256,7 @@ impl Pair<'_> {
         }
     }
 
-    /// The last look before the point of no return of the first, when it is known what each of its processes gives.
+    /// Checks once more before the first tenant's point of no return, when the bytes that each of its processes gives are known.
     fn look_again(
         &mut self,
         needs: &[DeviceDelta],
@@ -267,13 +268,13 @@ impl Pair<'_> {
         alive.map_err(|dead| self.refused(dead))
     }
 
-    /// The second cannot come, and nothing was changed.
+    /// Returns the error that the second tenant cannot be resumed, and nothing was changed.
     fn refused(&self, failures: Vec<MemberFailure>) -> Trouble {
         let runs = self.back.cast.peers.runs(self.back.members[0]);
         Trouble::refused(self.back.cast.tenant(), (Action::Resume, runs), failures)
     }
 
-    /// Refuses when the second does not fit into what is free and what the first gives, by device.
+    /// Refuses if, on a device, the second tenant does not fit into the free memory and the memory of the first.
     fn check_room(
         &self,
         needs: &[DeviceDelta],
@@ -302,7 +303,7 @@ impl Pair<'_> {
     }
 }
 
-/// The devices of each member of a session, as it said in the last phase, in their order.
+/// Returns the devices of each member of a session by its last answer, in the order of the members.
 fn last_said(session: &Session<'_>) -> Vec<Vec<DeviceDelta>> {
     let said = session.report.phases.last().map_or(&[][..], |phase| &phase.members);
     let of = |index: &usize| {
@@ -313,17 +314,18 @@ fn last_said(session: &Session<'_>) -> Vec<Vec<DeviceDelta>> {
     session.members.iter().map(of).collect()
 }
 
-/// A first tenant that has left for a second that did not come.
+/// A first tenant that was paused for a second one whose resume failed.
 struct Stranded {
-    /// The part of it that is away.
+    /// The part of it that is paused.
     left: Scope,
     losses: Vec<MemberFailure>,
-    /// Why the second did not come.
+    /// The reason why the second was not resumed.
     source: Trouble,
 }
 
 impl Stranded {
-    /// Brings it back. Where the second keeps some of the room for that, because it could not be taken back wholly, it is told to again for a moment.
+    /// Resumes the first tenant. If the second still holds memory that this needs, because its undo was incomplete, the undo is
+    /// repeated for a moment.
     fn go_back(
         self,
         from: &Held<'_>,
@@ -331,7 +333,7 @@ impl Stranded {
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Trouble {
         let Self { left, mut losses, source } = self;
-        // Nobody may call that off, and its steps, greetings too, have no less time than those of any undo.
+        // This cannot be called off. Its steps, greetings too, have at least the time of any undo.
         let Options { timeout, finish_timeout, .. } = *from.coordinator.options();
         let options = Options {
             timeout: timeout.map(|timeout| timeout.max(finish_timeout)),
@@ -349,7 +351,7 @@ impl Stranded {
             if !resumed.as_ref().is_err_and(is_short) || Instant::now() >= until {
                 break resumed;
             }
-            // Opening it finishes what an undo has left.
+            // Opening the session finishes an incomplete undo.
             let quiet =
                 Options { interrupt: None, timeout: None, ..to.coordinator.options().clone() };
             drop(Session::open(to, &quiet, Action::Resume, progress).map(drop));

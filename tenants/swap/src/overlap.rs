@@ -1,4 +1,4 @@
-//! Two tenants change places stage by stage: carries out what [`Exchange`] decides, over the connections to both.
+//! Swaps two tenants stage by stage: carries out the decisions of [`Exchange`], over the connections to both.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -15,7 +15,7 @@ use sublet_protocol::phase::Told;
 use sublet_protocol::time::{micros, millis};
 use sublet_protocol::wire::{Phase, PhaseReport, TakePhase, Window};
 
-/// One of the two tenants. The exchange counts its processes that take part from 0.
+/// One of the two tenants. The exchange numbers its participating processes from 0.
 struct Side<'s, 'a> {
     session: &'s mut Session<'a>,
     tallies: BTreeMap<Phase, Tally>,
@@ -29,12 +29,12 @@ struct Tally {
 }
 
 impl<'s, 'a> Side<'s, 'a> {
-    /// Nothing is asked of its members yet.
+    /// Returns a side whose members have no orders yet.
     fn new(session: &'s mut Session<'a>) -> Self {
         Self { session, tallies: BTreeMap::new() }
     }
 
-    /// `bytes` is what moves in all, of both tenants.
+    /// Sends an order to `member`. `bytes` is the total that moves, of both tenants.
     fn send(&mut self, member: usize, order: &Ordered, bytes: u64) -> Result<(), MemberFailure> {
         let index = self.session.members[member];
         let phase = order.phase;
@@ -77,7 +77,7 @@ impl<'s, 'a> Side<'s, 'a> {
         Some(Taken { member, phase, result })
     }
 
-    /// Adds what was done by stages to the report, in the order of the phases.
+    /// Adds the work of the stages to the report, in the order of the phases.
     fn account(&mut self) {
         self.session.report.stages.retain(|stage| stage.phase != Phase::Verify);
         for (phase, tally) in std::mem::take(&mut self.tallies) {
@@ -100,11 +100,11 @@ struct Taken {
 struct Ordered {
     phase: Phase,
     window: Option<Window>,
-    /// Of [`Phase::Release`].
+    /// The schedule of [`Phase::Release`].
     rest: Schedule,
 }
 
-/// For one answer, and for a process that may wait for others between two of its orders.
+/// The timeouts of one answer, and of a process that may wait for others between two orders.
 #[derive(Clone, Copy, Default)]
 struct Timeout {
     answer: Duration,
@@ -112,7 +112,8 @@ struct Timeout {
 }
 
 impl Ordered {
-    /// Of `bytes` in all. What leaves goes in windows of one allocation at least, whatever its size.
+    /// Returns the most bytes that the order moves, of `bytes` in total. A window that leaves has at least one allocation,
+    /// whatever its size.
     fn moves_at_most(&self, bytes: u64) -> u64 {
         match &self.window {
             Some(Window { devices, .. }) if self.phase == Phase::Restore => {
@@ -130,12 +131,12 @@ impl Ordered {
     }
 }
 
-/// Why the tenant that was to come does not.
+/// The reason why the coming tenant is not resumed.
 pub(super) type Hindrance = Option<Stop>;
 
-/// Has all of `leaving` release its memory, which has prepared for that, and `coming` take as much as there is room for
-/// meanwhile; the rest of that is left to do. Times are counted from `started`. When something is in the way of those who
-/// come, nothing more is asked of them, and the others leave without stages.
+/// Releases all memory of `leaving`, which is prepared, and restores meanwhile as much of `coming` as has room; the rest is left
+/// to the caller. Times are counted from `started`. If a coming process is hindered, the coming processes get no more orders, and
+/// the others leave without stages.
 pub(super) fn exchange(
     leaving: &mut Session<'_>,
     coming: &mut Session<'_>,
@@ -145,7 +146,7 @@ pub(super) fn exchange(
     let (mut leaving, mut coming) = (Side::new(leaving), Side::new(coming));
     let (leaving, coming) = (&mut leaving, &mut coming);
     let mut hindrance: Hindrance = None;
-    // All that moves takes so long at the slowest, and as long again for one that does it in small parts.
+    // The longest time for all moves, and as long again for a process that moves in small parts.
     let usual = leaving.session.cast.options.phase_timeout(Phase::Release);
     let usual = usual.max(Phase::Release.timeout()) + moving_time(plan.total_bytes());
     let until = Instant::now() + 2 * usual;
@@ -174,7 +175,7 @@ pub(super) fn exchange(
                 }
             }
             Some((_, answer)) => {
-                // After a hindrance all of it is undone, whatever is said of it still.
+                // After a hindrance all of it is undone, whatever the later answers are.
                 if let Some(Taken { member, result, .. }) = coming.take(answer, started)
                     && hindrance.is_none()
                 {
@@ -187,7 +188,7 @@ pub(super) fn exchange(
             None if hindrance.is_none() && coming.session.cast.options.is_called_off() => {
                 hindrance = Some(Stop::CalledOff);
             }
-            // Nobody owes anything, and still something is missing: an answer was none to the question.
+            // No answer is open, and still the work is not complete: an answer did not match its order.
             None => {
                 tracing::error!("a swap came to a halt");
                 for member in 0..leaving.session.members.len() {
@@ -231,9 +232,9 @@ fn send(
     }
 }
 
-/// By what all of it takes, `bytes`: one that has less to move than others waits for them between its orders, for as long as
-/// any of them may take. A deadline that was requested counts beyond what the order itself moves: one that moves memory is not
-/// silent.
+/// Returns the timeouts by the `bytes` of all moves. A process with less to move waits for others between its orders, for as long
+/// as any of them may take. A requested deadline is added to the time of the order's own moves, because a process that moves
+/// memory is not silent.
 fn timeout_of(options: &Options, order: &Ordered, bytes: u64) -> Timeout {
     let usual = order.phase.timeout() + moving_time(bytes);
     let requested =
@@ -260,13 +261,13 @@ fn has_left(leaving: &mut Side<'_, '_>, plan: &mut Exchange, taken: Taken) {
     }
 }
 
-/// Does this member live, and answer?
+/// Is this member alive, and not overdue?
 fn is_refused(side: &Side<'_, '_>, member: usize) -> bool {
     let (index, peers) = (side.session.members[member], &side.session.cast.peers);
     peers.is_up(index) && !peers.is_overdue(index)
 }
 
-/// Nothing is asked of this member any more.
+/// Ends the orders for this member, and notes its failure.
 fn lose(leaving: &mut Side<'_, '_>, plan: &mut Exchange, member: usize, failure: MemberFailure) {
     if !plan.has_left_for_good(member) {
         plan.left_for_good(member);

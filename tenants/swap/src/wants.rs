@@ -1,5 +1,5 @@
-//! Questions of a swap before anything moves: what the second tenant needs, what the first gives, and whether the second
-//! wants memory of the first.
+//! Queries of a swap before anything moves: the needs of the second tenant, the bytes of the first, and whether the second needs
+//! memory of the first.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use sublet_protocol::wire::{FailureKind, Needed, Stats, Wanted};
 use sublet_protocol::{identity::TenantName, scope::Scope};
 use vmm_pool::ClassBytes;
 
-/// The device memory that a resume of each member of a leg takes, in their order.
+/// Returns the device memory that a resume of each member of a session needs, in the order of the members.
 pub(super) fn needs_of_each(leg: &mut Session<'_>) -> Result<Vec<Needed>, Vec<MemberFailure>> {
     let Session { cast, round, members, .. } = leg;
     let mut all = needs(cast, round.scope(), members).of_all()?;
@@ -16,7 +16,7 @@ pub(super) fn needs_of_each(leg: &mut Session<'_>) -> Result<Vec<Needed>, Vec<Me
     Ok(all.into_iter().map(|(_, needed)| needed).collect())
 }
 
-/// The device memory that a pause of a leg would give back about now, by device, as far as its members answer.
+/// Returns the device memory that a pause of a session would free now, by device, as far as its members answer.
 pub(super) fn resident_bytes(leg: &mut Session<'_>) -> BTreeMap<String, u64> {
     let Session { cast, round, members, .. } = leg;
     let result = cast.step(&Stats, members, cast.options.contact_timeout, OnFailure::WaitForAll);
@@ -33,7 +33,7 @@ pub(super) fn resident_bytes(leg: &mut Session<'_>) -> BTreeMap<String, u64> {
     bytes
 }
 
-/// One failure for each member of a leg, which is paused, that has memory of tenant `lender` open.
+/// Returns one failure for each member of a paused session that has memory of tenant `lender` open.
 pub(super) fn wanted_of(
     leg: &mut Session<'_>,
     lender: &TenantName,

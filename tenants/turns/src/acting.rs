@@ -12,19 +12,19 @@ use tenants::run_dir::RunDir;
 /// The options of a switch to a tenant.
 #[derive(Clone, Debug, Default)]
 pub struct SwitchOptions {
-    /// The time to wait while somebody in the way is in a turn.
+    /// The longest wait while a tenant that holds the GPUs is in a turn.
     pub wait: Duration,
-    /// For each phase of pauses and resumes; none for the phases' own.
+    /// The timeout of each phase of pauses and resumes. None: each phase has its own.
     pub timeout: Option<Duration>,
-    /// Calls it off when it is raised before the first point of no return, or while it waits.
+    /// Calls the switch off if it is raised before the first point of no return, or while the switch waits.
     pub interrupt: Option<Interrupt>,
-    /// Asked on the calling thread while it waits and has no lock: true calls it off.
+    /// Called on the calling thread while the switch waits and holds no lock. If it returns true, the switch is called off.
     pub asks: Option<fn() -> bool>,
-    /// Does it come without memory that it had imported from processes that have ended since?
+    /// May the tenant resume without memory that it had imported from processes that have ended since?
     pub lost_imports: LostImports,
-    /// The interface to the driver's calls about other processes, for pauses that take contexts and for the way back.
+    /// The interface to the driver's calls about other processes. Pauses that remove contexts need it, and so do their resumes.
     pub checkpointer: Option<Arc<dyn Checkpointer>>,
-    /// Say what would be done, and change nothing.
+    /// Report what would be done, and change nothing.
     pub is_dry: bool,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Acting<'a> {
     /// The tenant that the decision is for.
     pub(super) tenant: &'a TenantName,
     pub(super) options: &'a SwitchOptions,
-    /// Those whose contexts leave too when they are paused for it.
+    /// The tenants whose contexts leave too when they are paused for this tenant.
     pub(super) deep: Vec<&'a TenantName>,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn coordinator(
     to_depth(run_dir, tenant, options, false)
 }
 
-/// The same, which takes contexts too where it is deep.
+/// Returns the same coordinator. If `is_deep`, it removes contexts too.
 pub(super) fn to_depth(
     run_dir: &RunDir,
     tenant: &TenantName,
@@ -71,8 +71,8 @@ pub(super) fn busy(tenant: &TenantName, reasons: &[String]) -> Trouble {
     Trouble::Busy { tenant: tenant.clone(), why: reasons.join("; ") }
 }
 
-/// Returns the error for `tenant`, which fits nowhere. Nothing is refused for good while somebody does not answer: what
-/// that one holds is not known.
+/// Returns the error for `tenant`, which fits nowhere. Nothing is refused for good while a tenant does not answer: the memory
+/// that it holds is not known.
 pub(super) fn fits_nowhere(tenant: &TenantName, scene: &Scene, reasons: &[String]) -> Trouble {
     if scene.unheard.is_empty() {
         let held = scene.tenants.get(tenant).into_iter().flat_map(|standing| &standing.held);
@@ -87,15 +87,15 @@ impl Acting<'_> {
     fn coordinator(&self, tenant: &TenantName, interrupt: Option<&Interrupt>) -> Coordinator {
         let mut options = SwitchOptions { interrupt: interrupt.cloned(), ..self.options.clone() };
         if tenant != self.tenant {
-            // What one may come without is nobody else's.
+            // Only the tenant that is switched to may resume without its lost imports.
             options.lost_imports = LostImports::Refuse;
         }
         let is_deep = self.deep.contains(&tenant);
         to_depth(self.run_dir, tenant, &options, is_deep)
     }
 
-    /// Has the contexts of one of [`Acting::deep`] leave, which is paused if it `runs`. One that has come back meanwhile is left alone. Why they
-    /// did not leave comes with what was done: it is paused all the same.
+    /// Removes the contexts of one tenant of [`Acting::deep`], and pauses it if it `runs`. A tenant that was resumed meanwhile is
+    /// left alone. If the contexts stay, the tenant is paused all the same, and the result has the reason.
     pub(super) fn sink(
         &self,
         one: &TenantName,
@@ -145,7 +145,7 @@ impl Acting<'_> {
         self.resume(to, done, progress)
     }
 
-    /// Pauses `victims`, one after the other.
+    /// Pauses `victims`, one at a time.
     pub(super) fn make_room(
         &self,
         victims: &[TenantName],
@@ -157,7 +157,7 @@ impl Acting<'_> {
             match self.coordinator(victim, interrupt).pause(progress) {
                 Ok(outcome) if was_away(&outcome) => {}
                 Ok(outcome) => done.push((victim.clone(), outcome)),
-                // It made way in its own manner.
+                // It has ended, and so its memory is free.
                 Err(error) if error.is_gone() => {}
                 Err(error) => {
                     let paused = done.into_iter().map(|(victim, _)| victim).collect();
@@ -186,14 +186,14 @@ impl Acting<'_> {
         }
     }
 
-    /// Brings those back that were paused, the last first, after an error, of the pause of whom it names. Nobody may call that off.
+    /// Resumes the tenants that were paused, the last first, after `error`. Nobody can call that off.
     fn undo(
         &self,
         paused: Vec<TenantName>,
         (refuses, error): (Option<&TenantName>, Trouble),
         progress: &mut dyn FnMut(Event<'_>),
     ) -> Trouble {
-        // One that was called off would have gone.
+        // A pause that was called off would have succeeded.
         let is_called_off = matches!(error, Trouble::CalledOff { .. });
         let refused_by = refuses.filter(|_| !is_called_off).cloned();
         let mut stay_paused = Vec::new();
@@ -211,7 +211,7 @@ impl Acting<'_> {
     }
 }
 
-/// Had somebody else paused it by then? It is theirs to bring back.
+/// Had another process paused it by then? Then that process resumes it.
 fn was_away(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::AlreadyPaused { .. })
 }

@@ -1,4 +1,5 @@
-//! A tenant that queues comes back by itself when it was paused for another. The contexts of one that says so leave when it has rested for its time.
+//! The thread that resumes a tenant of the queue after it was paused for another tenant. If its settings say so, the thread also
+//! removes its contexts after it has rested for a while.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,16 +17,16 @@ use tenants::error_text::chain;
 use tenants::member::Member;
 use tenants::wire::MemberState;
 
-/// The interval at which a process that is paused looks whether a call of it waits.
+/// The interval at which a paused process checks whether one of its calls waits.
 const LOOK: Duration = Duration::from_millis(20);
-/// The time for which it rests while it neither runs nor is paused.
+/// The time for which the thread rests while the process neither runs nor is paused.
 const ON_ITS_WAY: Duration = Duration::from_millis(100);
-/// The interval at which a process that runs looks whether it still does, in addition to being told.
+/// The interval at which a running process checks whether it still runs. It is also notified.
 const REST: Duration = Duration::from_hours(1);
 
-/// Starts a thread that brings the tenant of `member` back when it was paused for another. The thread waits for the
-/// GPUs among the others, once a call of this process waits for its memory. A tenant that was paused by name stays so,
-/// and one that wants nothing leaves the GPUs to others. The contexts of a tenant that says so leave while it rests
+/// Starts a thread that resumes the tenant of `member` after it was paused for another tenant. Once a call of this process waits
+/// for its memory, the thread queues for the GPUs. A tenant that was paused by name stays paused. A tenant without a waiting call
+/// leaves the GPUs to others. If the tenant's settings say so, its contexts leave while it rests
 /// ([`tenants::class::TurnSettings::deep`]).
 pub fn come_back_by_itself<D: Driver>(member: &Arc<Member<D>>) {
     let (watched, after_panic) = (Arc::clone(member), Arc::clone(member));
@@ -59,12 +60,12 @@ fn watch<D: Driver>(member: &Member<D>) {
     let mut after_failure = AFTER_FAILURE;
     let presence = member.presence();
     let (run_dir, tenant) = (presence.run_dir(), presence.tenant());
-    // Known from the pause on, and looked at now and then: the run directory may go before anything here wants to be back.
+    // Known since the pause, and checked now and then: the run directory may be removed before a call of this process waits.
     let (mut away, mut look_at) = (Displaced::default(), Instant::now());
     while !presence.has_left() {
         member.lifecycle().wait_while_active(REST);
         if !is_paused() {
-            // It is on its way, or faulted.
+            // It is being paused or resumed, or it has faulted.
             (away, look_at) = (Displaced::default(), Instant::now());
             member.lifecycle().rest(ON_ITS_WAY);
             continue;
@@ -98,7 +99,7 @@ fn watch<D: Driver>(member: &Member<D>) {
     }
 }
 
-/// Has the contexts of the own tenant leave when it has rested for its time.
+/// Removes the contexts of this process's tenant after it has rested for the time of its settings.
 struct Sinking {
     after_failure: Duration,
     not_before: Option<Instant>,
@@ -129,7 +130,7 @@ impl Sinking {
     }
 }
 
-/// One process of a tenant does it for all.
+/// Is this the process that acts for all processes of its tenant?
 pub(super) fn is_first<D: Driver>(member: &Member<D>) -> bool {
     let presence = member.presence();
     let dir = presence.run_dir().existing_tenant(presence.tenant()).ok().flatten();
@@ -141,7 +142,7 @@ fn sink<D: Driver>(member: &Member<D>) -> Result<(), String> {
     let options = SwitchOptions { checkpointer, ..SwitchOptions::default() };
     let (run_dir, tenant) = (member.presence().run_dir(), member.presence().tenant());
     let mut coordinator = to_depth(run_dir, tenant, &options, true);
-    // Fine where it has come back, or another was faster.
+    // It is no failure if the tenant was resumed, or if another process was faster.
     let outcome = coordinator.deepen(&mut |_| {}).map_err(|error| chain(&error))?;
     outcome.not_deep().map_or(Ok(()), Err)
 }

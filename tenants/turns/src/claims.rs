@@ -1,7 +1,8 @@
-//! Claims to turns: one file for each that waits or is in its turn, locked by its process, so that it ends with it.
+//! Claims to turns. Each process that waits, or is in its turn, has a file that it locks. So a claim ends with its process.
 //!
-//! Its time of change is its process's last sign of life, in the clock of turns. Claims are numbered in the order in which they were
-//! made. The holder of the lock of turns makes and removes them; what a claim says its own process changes.
+//! The modification time of the file is the process's last sign of life, in the clock of turns. Claims are numbered in the order
+//! in which they were made. The holder of the lock of turns creates and removes claims. The text of a claim is changed by its own
+//! process.
 
 use std::fs::{self, FileTimes, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
@@ -27,32 +28,31 @@ use tenants::run_dir::files::{
 use tenants::run_dir::{RunDirError, pause_thread};
 
 const CLAIM_EXTENSION: &str = ".claim";
-/// Changes whenever what a claim says does.
+/// The version of a claim's format. It changes with the format.
 const CLAIM_VERSION: u32 = 2;
-/// A claim is a few words; one that says more is none of ours.
+/// The largest file that is read as a claim. A claim is a few words, so a larger file is none of ours.
 const CLAIM_BYTES_MAX: u64 = 4 << 10;
-/// The time for which a watch waits when something has changed. What belongs together changes within it, and a dead
-/// process's locks go.
+/// The time for which a watch waits after a change. Within it, related changes arrive, and the locks of a dead process end.
 const SETTLES: Duration = Duration::from_millis(2);
 
-/// The statement of one that waits, or is in a turn, for all others.
+/// The statement, for all other processes, of a process that waits or is in a turn.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Claim {
     /// Its tenant.
     pub(crate) tenant: String,
-    /// Its process, as that knows itself,
+    /// Its process, by the id that the process itself sees.
     pub(crate) pid: u32,
-    /// and in which namespace of process ids; 0 where that is not known.
+    /// The PID namespace of that id; 0 if it is not known.
     #[serde(default)]
     pub(crate) pid_namespace: u64,
-    /// Does it wait? Else its tenant is in its turn.
+    /// Does the process wait? If not, its tenant is in its turn.
     pub(crate) waits: bool,
     pub(crate) wish: Wish,
-    /// When it began to wait, or its turn, in microseconds of the clock.
+    /// The time at which the wait or the turn began, in microseconds of the clock.
     pub(crate) since_us: u64,
 }
 
-/// A claim as its file has it. Earlier Sublets wrote no version.
+/// A claim in the format of its file. Earlier versions of Sublet wrote no version.
 #[derive(Serialize)]
 struct Written<'a> {
     version: u32,
@@ -67,19 +67,19 @@ struct Versioned {
     version: u32,
 }
 
-/// One of the claims that there are.
+/// A claim that was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// Its number: those with smaller ones came before.
+    /// Its number. Claims with smaller numbers were made before.
     pub(crate) number: u64,
     /// The time for which its process has shown no sign of life.
     pub(crate) silent: Duration,
-    /// Its process by its id here; none where it has none here, or the kernel does not tell.
+    /// The id of its process in this PID namespace; none if it has none here, or the kernel does not tell.
     pub(crate) pid: Option<u32>,
     pub(crate) claim: Claim,
 }
 
-/// A claim of this process. It ends when this is dropped, but for a forked child's copy.
+/// A claim of this process. It ends when this value is dropped, except for a forked child's copy.
 #[derive(Debug)]
 pub(crate) struct OwnClaim {
     lock: FileLock,
@@ -88,12 +88,12 @@ pub(crate) struct OwnClaim {
     pub(crate) number: u64,
 }
 
-/// Tells when a claim is made, ends, or says something else. Without one, where the system gives none, only time tells.
+/// Reports when a claim is made, ends or changes. If the system gives no watch, a wait ends only with its time.
 #[derive(Debug)]
 pub(crate) struct Watch(Option<UninheritedFd>);
 
 impl TurnDir {
-    /// Makes a claim that comes after all others, or one in the place of `number` where that is free.
+    /// Makes a claim after all others, or with `number` if that number is free.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -106,7 +106,7 @@ impl TurnDir {
         let numbers = self.numbers()?;
         let after_all = numbers.last().copied().unwrap_or(0).saturating_add(1);
         let number = number.filter(|number| !numbers.contains(number)).unwrap_or(after_all);
-        // Nobody looks for it by this name: it is locked, and says what it is, when it gets its own.
+        // No process looks for a claim under this name. The file is locked and written before it gets its own name.
         let next = self.path.join("claim.next");
         remove_file_if_there(&next)?;
         let mut options = OpenOptions::new();
@@ -121,7 +121,7 @@ impl TurnDir {
         Ok(own)
     }
 
-    /// The claims of live processes, in order. With the lock, those of dead ones are removed.
+    /// Returns the claims of live processes, in order. With the lock, claims of dead processes are removed.
     ///
     /// # Errors
     /// [`RunDirError::OtherTurns`]; [`RunDirError::Io`].
@@ -150,7 +150,7 @@ impl TurnDir {
             let mut text = Vec::new();
             let read = (&file).take(CLAIM_BYTES_MAX).read_to_end(&mut text);
             read.map_err(io_error("reading", &path))?;
-            // One that is just being written has no place yet, and says no version either.
+            // A claim that is just being written does not count yet. It has no version to check either.
             let version = serde_json::from_slice(&text).map(|Versioned { version }| version);
             if let Ok(found) = version
                 && found != CLAIM_VERSION
@@ -196,13 +196,13 @@ impl TurnDir {
     }
 }
 
-/// Tells this process's namespace of process ids from others.
+/// Returns the inode of this process's PID namespace.
 pub(crate) fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
 impl Watch {
-    /// Waits until a claim has changed since the last call, for `most` at most. Says whether one has.
+    /// Waits, for `most` at most, until a claim has changed since the last call. Returns whether one has.
     pub(crate) fn wait(&self, most: Duration) -> bool {
         let Some(fd) = &self.0 else { return signals::wait(&mut [], most) };
         let deadline = Instant::now() + most;
@@ -219,7 +219,7 @@ impl Watch {
         }
     }
 
-    /// Reads what has happened. Says whether it was about claims.
+    /// Reads the events. Returns whether one was about claims.
     fn clear(fd: &UninheritedFd) -> bool {
         let mut is_claim = false;
         let mut bytes = [MaybeUninit::uninit(); 4096];
@@ -227,7 +227,7 @@ impl Watch {
         while let Ok(event) = events.next() {
             let name = event.file_name().map(|name| name.to_string_lossy());
             is_claim |= name.is_some_and(|name| name.ends_with(CLAIM_EXTENSION));
-            // Events are missing, or the directory is.
+            // Events were lost, or the directory was removed.
             is_claim |= event.events().intersects(ReadFlags::QUEUE_OVERFLOW | ReadFlags::IGNORED);
         }
         is_claim
@@ -235,7 +235,7 @@ impl Watch {
 }
 
 impl Found {
-    /// Has its process stood still for so long that others pass it by?
+    /// Has its process shown no sign of life for so long that others go before it?
     pub(crate) fn is_silent(&self) -> bool {
         const SILENCE_MAX: Duration = Duration::from_secs(10);
         self.silent > SILENCE_MAX
@@ -243,7 +243,7 @@ impl Found {
 }
 
 impl OwnClaim {
-    /// Says something else in the same place of the order.
+    /// Replaces the text of the claim; its number stays.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -259,17 +259,18 @@ impl OwnClaim {
         written.map_err(io_error("writing", &self.path))
     }
 
-    /// A sign of life.
+    /// Shows a sign of life.
     pub(crate) fn beat(&self) {
         let now = SystemTime::UNIX_EPOCH + Duration::from_micros(now_us());
-        // Both times: the kernel tells watchers of a new time of change alone as of a write. A recent access keeps cleaners of old files away.
+        // Both times are set: the kernel reports a new modification time alone as a write. A recent access time keeps cleaners of
+        // old files from removing it.
         let times = FileTimes::new().set_accessed(SystemTime::now()).set_modified(now);
         if let Some(Err(error)) = self.lock.file().map(|file| file.set_times(times)) {
             tracing::debug!(%error, "a claim to a turn could not be touched");
         }
     }
 
-    /// Is it where others look for it?
+    /// Is the file still where others look for it?
     pub(crate) fn is_there(&self) -> bool {
         self.lock.file().is_some_and(|file| is_still_named(file, &self.path))
     }
@@ -282,7 +283,8 @@ impl OwnClaim {
 
 impl Drop for OwnClaim {
     fn drop(&mut self) {
-        // Its number is not given again before the file is gone. Another one may have its name, where somebody has removed the file.
+        // No other claim gets this number before the file is gone. If somebody has removed the file, another claim may have its
+        // name.
         if self.is_there()
             && let Err(error) = remove_file_if_there(&self.path)
         {

@@ -1,11 +1,11 @@
-//! The clock of turns, the same for all processes of a machine until it is started again.
+//! The clock of turns, the same for all processes of a machine until the machine restarts.
 
 use std::fs;
 use std::sync::OnceLock;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Microseconds since the machine was started, for all processes of it.
+/// Returns the microseconds since the machine was started, the same in all its processes.
 pub(crate) fn now_us() -> u64 {
     let now =
         clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap_or(nix::sys::time::TimeSpec::new(0, 0));
@@ -13,7 +13,7 @@ pub(crate) fn now_us() -> u64 {
     u64::try_from(us.saturating_sub(ahead_us())).unwrap_or(0)
 }
 
-/// By how much the clock of this process's time namespace is ahead of the machine's.
+/// Returns by how much the clock of this process's time namespace is ahead of the machine's, in microseconds.
 fn ahead_us() -> i64 {
     static AHEAD_US: OnceLock<i64> = OnceLock::new();
     *AHEAD_US.get_or_init(|| {
@@ -21,7 +21,7 @@ fn ahead_us() -> i64 {
     })
 }
 
-/// As the kernel lists it: a line for each clock, with seconds and nanoseconds.
+/// Reads that from the kernel's list: a line for each clock, with seconds and nanoseconds.
 fn ahead_in(offsets: &str) -> i64 {
     let us = |line: &str| {
         let mut words = line.split_whitespace();

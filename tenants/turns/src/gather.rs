@@ -1,4 +1,4 @@
-//! The scene of this moment, made of the answers of all tenants and of the claims.
+//! The scene of this moment, from the answers of all tenants and from the claims.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,26 +18,27 @@ use tenants::identity::TenantName;
 use tenants::run_dir::{RunDir, RunDirError};
 use tenants::wire::{Idleness, MemberState, MemberStats, Phase, PhaseReport};
 
-/// The speed at which contents are copied at best, for a tenant that nobody has paused yet, in bytes a microsecond. Its first quantum is short so:
-/// much of what it holds may be zeros, and the first switch tells.
+/// The best copy speed, in bytes a microsecond. It gives the guessed cost of a tenant that has not been paused yet. So its first
+/// quantum is short: much of its memory may be zeros, and the first switch measures the cost.
 const COPY_BYTES_PER_US: u64 = 50_000;
-/// The time that a process may take to answer.
+/// The longest time for an answer of a process.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// One that did not answer is not asked again for so long, twice as long after each time that follows,
+/// The time for which a silent tenant is not contacted again. It doubles each further time,
 const SILENT_MIN_US: u64 = 5_000_000;
-/// and for no longer than this.
+/// up to this time.
 const SILENT_MAX_US: u64 = 60_000_000;
 
-/// The longest wait for the lock, to write down what the history has lost. Who waits in vain tries again.
+/// The longest wait for the lock to restore lost lines of the history. A caller that did not get the lock tries again.
 const LOCK_WAIT: Duration = Duration::from_millis(250);
 
-/// Tenants that did not answer, as all that decide know it. Each rests: nobody asks it for a while, also under the lock, where everybody
-/// waits for one that does not answer. Only who would give up because of them asks once more, without the lock.
+/// Tenants that did not answer, a record that all deciding processes share. No process contacts such a tenant for a while,
+/// because under the lock everybody would wait for it. Only a process that would give up because of them contacts them again,
+/// without the lock.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Silent(BTreeMap<String, Rest>);
 
-/// The time for which one is not asked, in microseconds of the clock.
+/// The time for which one tenant is not contacted, in microseconds of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Rest {
     until_us: u64,
@@ -47,19 +48,19 @@ struct Rest {
 impl Silent {
     pub(super) fn is_left_alone(&self, tenant: &TenantName, now_us: u64) -> bool {
         let rest = self.0.get(tenant.as_str());
-        // What was written before the machine was started is of another clock.
+        // Times from before the machine's start are of another clock.
         rest.is_some_and(|rest| {
             now_us < rest.until_us && rest.until_us <= now_us.saturating_add(SILENT_MAX_US)
         })
     }
 
-    /// The same, when all rests are over. One that does not answer then rests for twice as long.
+    /// Returns the same record with all rests over. A tenant that still does not answer then rests for twice as long.
     pub(super) fn rested(&self) -> Self {
         let over = |rest: &Rest| Rest { until_us: 0, ..*rest };
         Self(self.0.iter().map(|(tenant, rest)| (tenant.clone(), over(rest))).collect())
     }
 
-    /// One was asked.
+    /// Notes whether a tenant answered.
     pub(super) fn note(&mut self, tenant: &TenantName, is_silent: bool, now_us: u64) {
         if !is_silent {
             self.0.remove(tenant.as_str());
@@ -73,7 +74,7 @@ impl Silent {
     }
 }
 
-/// The claims of those that wait and show signs of life.
+/// Returns the claims of processes that wait and show signs of life.
 pub(super) fn waiting(claims: &[Found]) -> impl Iterator<Item = &Found> {
     claims
         .iter()
@@ -86,8 +87,8 @@ fn as_waiting(found: &Found) -> Option<Waiting> {
     Some(Waiting { tenant, wish: found.claim.wish.clone() })
 }
 
-/// All tenants as they are, but for those that are `silent`, of whom no more than that is known, and who waits. What those need that wait, `wanted` too, is asked of them, and whether those
-/// that run are idle.
+/// Returns the state of all tenants, and the processes that wait. Of `silent` tenants only the name is known. Waiting tenants,
+/// and `wanted`, report the memory that they need; running tenants report whether they are idle.
 pub(super) fn gather(
     run_dir: &RunDir,
     claims: &[Found],
@@ -101,7 +102,7 @@ pub(super) fn gather(
         waiting.wish.bytes().next().is_some() || waiting.wish.context().is_some()
     };
     let mut somebody_wants_more = scene.waiting.iter().any(wants_more);
-    // All of this is under the lock: who does not answer soon is not waited for.
+    // The caller may hold the lock, so the answers have a short time limit.
     let options = Options { timeout: Some(ANSWER), contact_timeout: ANSWER, ..Options::default() };
     let mut asked = Vec::new();
     for name in run_dir.tenants().unwrap_or_default() {
@@ -112,7 +113,7 @@ pub(super) fn gather(
         }
     }
     let found = Holdings::of_all(&asked.iter().collect::<Vec<_>>());
-    // One whose contexts are away cannot say what is free.
+    // A tenant whose contexts are away cannot report the free memory.
     let mut cannot_say = Vec::new();
     for (coordinator, found) in asked.iter().zip(&found) {
         let name = coordinator.tenant();
@@ -124,12 +125,12 @@ pub(super) fn gather(
     }
     for (coordinator, Holdings { stats, is_silent, is_overdue }) in asked.iter().zip(found) {
         let name = coordinator.tenant().clone();
-        // One that is stopped costs no time, and may be continued at any instant.
+        // A stopped process costs no time, and may continue at any instant.
         silent.note(&name, is_overdue, now_us());
         if is_silent {
             scene.unheard.insert(name.clone());
         }
-        // One that has ended, or cannot be spoken to, makes no way for anybody.
+        // A tenant that has ended, or cannot be contacted, cannot be paused for others.
         let Ok(stats) = stats else { continue };
         if stats.members.iter().any(|member| !member.member.state.rests()) {
             scene.moving.insert(name.clone());
@@ -159,13 +160,13 @@ pub(super) fn gather(
             }
         }
         if standing.is_active {
-            // Nobody is looked at who takes no turns.
+            // Only tenants that take turns are checked.
             let may_look = somebody_waits && standing.comes_back;
             standing.idle_since_us = idle_since_us(coordinator, &standing, &stats, may_look);
         }
         scene.tenants.insert(name, standing);
     }
-    // Where nobody else can say it either, its resume will.
+    // If no other tenant can report it either, the resume will find out.
     for standing in cannot_say.iter().filter_map(|name| scene.tenants.get(name)) {
         for gpu in standing.gpus() {
             scene.free_bytes.entry(gpu.to_owned()).or_insert(u64::MAX);
@@ -174,7 +175,7 @@ pub(super) fn gather(
     scene
 }
 
-/// The contexts of one tenant.
+/// Returns the contexts of one tenant.
 fn contexts_of(stats: &TenantStats) -> Contexts {
     let are_away = |member: &MemberStats| member.member.state == MemberState::Deep;
     let are_away = stats.members.iter().any(are_away);
@@ -185,8 +186,8 @@ fn contexts_of(stats: &TenantStats) -> Contexts {
     Contexts { processes, may_leave: may_leave && !are_away, are_away }
 }
 
-/// Since when a tenant has launched nothing, where it is long enough to matter to anybody and its devices have nothing left to do. Where that
-/// is not known of its devices, it is looked for if `may_look`.
+/// Returns the time since which a tenant has launched nothing. None if that is too short to matter, or its devices still have
+/// work. If the state of its devices is not known, it is queried if `may_look`.
 fn idle_since_us(
     coordinator: &Coordinator,
     standing: &Standing,
@@ -196,7 +197,7 @@ fn idle_since_us(
     let least_us = idle_after_us(standing, true);
     let told = stats.members.iter().map(|member| member.idleness).collect::<Vec<_>>();
     let quiet_us = |all: &[Idleness]| all.iter().map(|one| one.quiet_us).min();
-    // One that does not answer may be at work.
+    // A process that does not answer may be at work.
     if !stats.failures.is_empty() || quiet_us(&told)? < least_us {
         return None;
     }
@@ -208,26 +209,26 @@ fn idle_since_us(
     Some(now_us().saturating_sub(quiet_us))
 }
 
-/// Adds `tenant`, which wants a turn or its first context, where it was not found. `is_away`: it has memory, and is paused.
+/// Adds `tenant`, which wants a turn or its first context, if it was not found. `is_away`: it has memory, and is paused.
 pub(super) fn complete(scene: &mut Scene, tenant: &TenantName, is_away: bool) {
     if scene.tenants.contains_key(tenant) {
         return;
     }
     if is_away {
-        // Its socket has gone, and comes again.
+        // Its socket was removed, and will be created again.
         scene.unheard.insert(tenant.clone());
     } else {
-        // A process that has no device memory yet is of no tenant that anybody can ask, and needs nothing.
+        // A process without device memory belongs to no tenant that can be contacted yet, and it needs nothing.
         let newcomer = Standing { is_active: true, ..Standing::default() };
         scene.tenants.insert(tenant.clone(), newcomer);
     }
 }
 
-/// One tenant, but for its turn.
+/// Returns the state of one tenant, without its turn.
 pub(super) fn standing_of(stats: &TenantStats) -> Standing {
     let mut standing = Standing::default();
     let members = &stats.members;
-    // One on its way out is somebody else's to bring back.
+    // A tenant that is being paused is resumed by the process that pauses it.
     let is_active = |member: &MemberStats| member.member.state == MemberState::Active;
     standing.is_active = !members.is_empty() && members.iter().all(is_active);
     let named =
@@ -259,7 +260,7 @@ pub(super) fn standing_of(stats: &TenantStats) -> Standing {
             }
         }
         if member.member.state.is_away() {
-            // What a pause leaves in place is not given back by another.
+            // A second pause does not free what the first one left in place.
             for held in standing.held.values_mut() {
                 *held = Held { away_bytes: held.away_bytes, ..Held::default() };
             }
@@ -270,9 +271,9 @@ pub(super) fn standing_of(stats: &TenantStats) -> Standing {
     standing
 }
 
-/// Of what the last pause kept, in thousandths, what it did not copy.
+/// Returns the share of the kept bytes that the last pause did not copy, in thousandths.
 fn unchanged_share(member: &MemberStats) -> u64 {
-    // By stages, several have saved something.
+    // If a pause had stages, several phases have saved something.
     let kept = member.last_pause.iter().filter_map(|(_, report)| report.kept);
     let Some(kept) = kept.reduce(KeptBytes::plus) else { return 0 };
     let spared = kept.zero_bytes.saturating_add(kept.unchanged_bytes);
@@ -280,7 +281,7 @@ fn unchanged_share(member: &MemberStats) -> u64 {
     u64::try_from(share).unwrap_or(0)
 }
 
-/// As measured; where nothing was, by the bytes.
+/// Returns the measured cost, or a guess by the bytes if nothing was measured.
 fn cost_of(standing: &Standing, members: &[MemberStats]) -> Cost {
     let took = |phases: fn(&MemberStats) -> &[(Phase, PhaseReport)]| {
         let all = members.iter().map(|member| {
@@ -401,17 +402,17 @@ pub(super) fn history_of(turns: &TurnDir) -> History {
     turns.history::<History>().of_this_start(boot(), now_us())
 }
 
-/// Is a tenant away for another? As the history says, and where that has gone with the run directory, as it said last.
+/// Is a tenant paused for another? The history says so. If the history was lost with the run directory, its last answer counts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Displaced(bool);
 
 impl Displaced {
-    /// As the last look has found.
+    /// Returns what the last look found.
     pub(super) fn is_so(self) -> bool {
         self.0
     }
 
-    /// Looks for `tenant`, which is paused, and writes down what the history has lost. Takes the lock of turns for that.
+    /// Looks up `tenant`, which is paused. If the history has lost its entry, writes the entry again, under the lock of turns.
     pub(super) fn look(&mut self, run_dir: &RunDir, tenant: &TenantName) -> bool {
         let turns = TurnDir::existing(run_dir).ok().flatten();
         match turns.and_then(|turns| history_of(&turns).is_displaced(tenant)) {
@@ -427,7 +428,7 @@ impl Displaced {
         self.0
     }
 
-    /// As [`Displaced::look`], where the tenant was away at the last one, or is paused.
+    /// Calls [`Displaced::look`] if the tenant was displaced at the last look, or is paused.
     pub(super) fn look_if_so(&mut self, run_dir: &RunDir, tenant: &TenantName, is_paused: bool) {
         if self.0 || is_paused {
             self.look(run_dir, tenant);
@@ -435,7 +436,7 @@ impl Displaced {
     }
 }
 
-/// Writes down `what` is so of `tenant`, where the history knows nothing of it. Takes the lock of turns for that.
+/// Writes `what` about `tenant` into the history, if the history does not know the tenant. Takes the lock of turns.
 pub(super) fn write_down(
     run_dir: &RunDir,
     tenant: &TenantName,

@@ -1,4 +1,5 @@
-//! One whose decision it is to go: it has others paused, or their contexts leave, comes itself, and writes down what has been. With the lock.
+//! The acts of a process that may go. With the lock, it pauses others or removes their contexts, resumes its own tenant, and
+//! writes the history.
 
 use super::Switched;
 use super::acting::{Acting, SwitchOptions};
@@ -11,7 +12,7 @@ use tenants::error_text::chain;
 use tenants::identity::TenantName;
 
 impl Queue {
-    /// Has the contexts of `one` leave, and writes that down.
+    /// Removes the contexts of `one`, and writes that into the history.
     pub(super) fn sink(
         &self,
         lock: &TurnLock,
@@ -43,7 +44,7 @@ impl Queue {
                 lines.push(history.kept_contexts(one, why, took_us, now_us));
             }
             Err(error) if runs(one) => {
-                // Should it be paused after all, it comes back by itself.
+                // If it is paused after all, it is to be resumed automatically.
                 history.is_leaving(one);
                 lines.push(history.refused(one, &chain(error), took_us, now_us));
             }
@@ -67,7 +68,7 @@ impl Queue {
         Ok(Switched { had_them: runs(&self.tenant), victims, reasons: lines, changes, unrecorded })
     }
 
-    /// Pauses `victims` and resumes the own tenant, and writes down what has been.
+    /// Pauses `victims`, resumes this process's tenant, and writes that into the history.
     pub(super) fn go(
         &mut self,
         lock: &TurnLock,
@@ -102,7 +103,7 @@ impl Queue {
             Err(error) => {
                 let mut lines = vec![format!("'{}' did not come: {error}", self.tenant)];
                 if let Trouble::NotUndone { stay_paused, .. } = &error {
-                    // It comes back by itself, where it does that.
+                    // It is resumed automatically, if its settings say so.
                     for (victim, _) in stay_paused {
                         history.is_leaving(victim);
                     }
@@ -135,11 +136,11 @@ impl Queue {
             let has_turn = scene.tenants.get(&self.tenant).is_some_and(|own| own.has_turn);
             history.began_turn(&self.tenant, has_turn, now_us);
         }
-        // One that does not answer now may be away for another.
+        // A tenant that does not answer now may be paused for another.
         if let Ok(live) = self.run_dir.live_tenants() {
             history.keep_only(&live);
         }
-        // It is done, whatever becomes of the account.
+        // The switch is done, even if the history cannot be written.
         let said = if is_turn { self.say(false) } else { Ok(()) };
         let kept = self.turns.keep_history(lock, &history);
         let is_worth_a_line = !had_them || !victims.is_empty();

@@ -1,9 +1,9 @@
-//! Has a tenant get its GPUs: asks [`crate::decision`] what is to be done, and does it.
+//! Gives a tenant its GPUs: gets a decision from [`crate::decision`], and carries it out.
 //!
-//! There is no daemon. A process that wants its tenant to have the GPUs makes a claim in the run directory (`claims.rs`), and acts
-//! for itself when the decision about its claim is to go; until then it looks again whenever claims change. All decide by the same rules
-//! from the same claims, so all agree who is next. Who is to go takes a lock, decides once more and acts, so that one acts at a time; who waits
-//! has no lock, and keeps nobody from anything when it is stopped. A claim ends with its process.
+//! There is no daemon. A process that wants the GPUs for its tenant makes a claim in the run directory (`claims.rs`). It decides
+//! again whenever claims change, and acts itself when the decision is to go. All processes decide by the same rules from the same
+//! claims, so they agree which is next. That process takes a lock, decides once more and acts, so one process acts at a time. A
+//! waiting process holds no lock, so it blocks no other if it is stopped. A claim ends with its process.
 //!
 //! Lock order: the lock of turns, then those of tenants.
 
@@ -47,7 +47,8 @@ pub use room::{Allocation, Newcomer, wait_for_room, with_room};
 pub use turn::Turn;
 use turn_files::TurnDir;
 
-/// Pauses what is in the way of `tenant` on its GPUs, and resumes it. Blocks for a bounded time, besides `wait`.
+/// Pauses the tenants that hold memory that `tenant` needs, and resumes `tenant`. Blocks for a bounded time, in addition to
+/// `wait`.
 ///
 /// # Errors
 /// [`Trouble`].
@@ -64,8 +65,8 @@ pub fn switch(
     queue_for(run_dir, tenant, Wish::Order, options, progress)
 }
 
-/// Resumes `tenant` in its place among those that wait for the GPUs: as [`switch`], but by class and in the order in which they came, and who has its
-/// quantum keeps it. Blocks for a bounded time, besides `wait`.
+/// Resumes `tenant` in its place in the queue for the GPUs. As [`switch`], but class and order of arrival decide, and a running
+/// tenant keeps its quantum. Blocks for a bounded time, in addition to `wait`.
 ///
 /// # Errors
 /// [`Trouble`].
@@ -78,14 +79,14 @@ pub fn resume_in_turn(
     lives(run_dir, tenant, options)?;
     let mut switched = queue_for(run_dir, tenant, Wish::Resume, options, progress)?;
     if switched.had_them {
-        // What it runs without, by tag, comes back all the same.
+        // Memory that was paused by tag is resumed too.
         let outcome = acting::coordinator(run_dir, tenant, options).resume(progress)?;
         switched.changes.push((tenant.clone(), outcome));
     }
     Ok(switched)
 }
 
-/// Has its place among those that wait until it has got what it came for, or did not.
+/// Waits in the queue until the wish is met, or has failed.
 fn queue_for(
     run_dir: &RunDir,
     tenant: &TenantName,
@@ -99,8 +100,8 @@ fn queue_for(
     queue.wait_and_go(options, &never, progress)
 }
 
-/// Has `pause` pause `tenant` by name: nobody brings it back but who says so. A switch may pause it before, or meanwhile: that is by
-/// name too then.
+/// Calls `pause`, which pauses `tenant` by name: it is resumed only by an explicit request. If a switch pauses it before or
+/// meanwhile, that counts as by name too.
 ///
 /// # Errors
 /// Those of `pause`.
@@ -117,7 +118,8 @@ pub fn by_name<T, E>(
     paused
 }
 
-/// `tenant` is to be paused by name, and so nobody brings it back but who says so: also if it is away for another already.
+/// Notes that `tenant` is to be paused by name, and so is resumed only by an explicit request. This also holds if it is already
+/// paused for another.
 fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
     let Ok(Some(turns)) = TurnDir::existing(run_dir) else { return };
     if history_of(&turns).is_displaced(tenant) != Some(true) {
@@ -133,7 +135,7 @@ fn stays_away(run_dir: &RunDir, tenant: &TenantName) {
     }
 }
 
-/// A tenant without a process has its own error, which names those that there are.
+/// Checks that the tenant has a process. If not, the error names the tenants that exist.
 fn lives(run_dir: &RunDir, tenant: &TenantName, options: &SwitchOptions) -> Result<(), Trouble> {
     let options_of = Options { timeout: options.timeout, ..Options::default() };
     Coordinator::new(run_dir.clone(), tenant.clone(), options_of).stats().map(drop)

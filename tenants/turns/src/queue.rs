@@ -1,4 +1,5 @@
-//! One that waits for its tenant to have its GPUs: its claim among the others, its looks, and what it does when the decision is to go.
+//! A process that waits for its tenant to get its GPUs: its claim, its looks at the state, and its act when the decision is to
+//! go.
 
 use std::time::{Duration, Instant};
 
@@ -16,28 +17,29 @@ use tenants::identity::TenantName;
 use tenants::run_dir::{RunDir, RunDirError};
 use tenants::time::millis;
 
-/// The longest time of one look while nothing changes, for the first that waits.
+/// The longest time between two looks while nothing changes, for the first process of the queue.
 pub(super) const LOOK_MAX: Duration = Duration::from_millis(500);
-/// The longest time of one look for those behind. They look less often, so that many ask tenants hardly more often than
-/// few.
+/// The longest time between two looks for the others. They look less often, so that a long queue contacts tenants hardly more
+/// often than a short one.
 const LOOK_BEHIND_MAX: Duration = Duration::from_secs(5);
-/// For how long one that may wait looks again before it believes that it fits nowhere: the driver takes seconds to clear up after a large process.
+/// The time for which a process that may wait looks again before it reports that it fits nowhere. The driver needs seconds to
+/// clean up after a large process.
 pub(super) const NEVER_MAX: Duration = Duration::from_secs(10);
-/// The time that somebody else may take to switch tenants, for one that does not wait.
+/// The longest wait for another process's switch, for a process that does not queue.
 pub(super) const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
-/// The interval at which one that waits, also for the lock, shows a sign of life. It also looks whether the wait is
-/// called off.
+/// The interval at which a waiting process shows a sign of life, also while it waits for the lock. It also checks whether the
+/// wait is called off.
 const SIGN_EVERY: Duration = Duration::from_millis(250);
-/// When one that waits for the lock says in the log for whom.
+/// The wait for the lock after which the log names the lock's holder.
 const LOCK_SAID_AFTER: Duration = Duration::from_secs(10);
-/// The number of looks in a row without its own claim after which one gives up.
+/// The number of consecutive looks without its own claim after which a process gives up.
 const UNSEEN_MAX: u32 = 5;
-/// The time until the next try after its own tenant did not come, or an allocation or its switch failed. It doubles
-/// each time: memory of a process that was killed is not free immediately.
+/// The time until the next try after a resume of its own tenant, an allocation or its switch has failed. It doubles each time:
+/// memory of a killed process is not free immediately.
 pub(super) const AGAIN_AFTER: Duration = Duration::from_millis(100);
 pub(super) const AGAIN_AFTER_MAX: Duration = Duration::from_secs(5);
 
-/// One that waits for its tenant to have its GPUs, with its place among the others.
+/// A process in the queue: it waits for its tenant to get its GPUs.
 #[derive(Debug)]
 pub(super) struct Queue {
     pub(super) run_dir: RunDir,
@@ -45,37 +47,37 @@ pub(super) struct Queue {
     pub(super) tenant: TenantName,
     pub(super) wish: Wish,
     claim: OwnClaim,
-    /// As its claim says.
+    /// See [`Claim::waits`].
     waits: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) has_told: bool,
-    /// Since when it was found, one time after the other, that it fits nowhere.
+    /// The time since which every decision said that the tenant fits nowhere.
     pub(super) never_since: Option<Instant>,
     pub(super) displaced: Displaced,
     /// See [`super::Turn::begin`].
     pub(super) is_paused: fn() -> bool,
-    /// It did not come for want of memory, though it fits by all figures.
+    /// Did its resume fail for lack of memory, although the figures say that it fits?
     is_short: bool,
 }
 
 /// The conditions that call a wait off, before anything has been done.
 #[derive(Clone, Copy)]
 pub(super) struct CallsOff<'a> {
-    /// It was raised,
+    /// Calls the wait off if it was raised.
     pub(super) interrupt: Option<&'a Interrupt>,
-    /// who is asked says so,
+    /// Calls the wait off if it returns true.
     pub(super) asks: Option<fn() -> bool>,
-    /// or what the wait is for is over.
+    /// Calls the wait off if it returns true: the reason for the wait is over.
     pub(super) is_over: &'a dyn Fn() -> bool,
 }
 
 impl<'a> CallsOff<'a> {
-    /// When it is over alone.
+    /// Returns conditions with `is_over` alone.
     pub(super) fn when(is_over: &'a dyn Fn() -> bool) -> Self {
         Self { interrupt: None, asks: None, is_over }
     }
 
-    /// The same for one that has the lock: it asks nobody, who might want it too.
+    /// Returns the same conditions for a holder of the lock. It does not call `asks`, which might want the lock too.
     fn with_lock(self) -> Self {
         Self { asks: None, ..self }
     }
@@ -91,12 +93,12 @@ impl<'a> CallsOff<'a> {
     }
 }
 
-/// Nothing but an interrupt calls it off.
+/// The `is_over` of a wait that has no end of its own.
 pub(super) fn never() -> bool {
     false
 }
 
-/// One that could not come, and tries again.
+/// The state of repeated tries after a failed resume.
 struct Trying {
     again_after: Duration,
     failing_since: Option<Instant>,
@@ -107,7 +109,7 @@ pub(super) struct Seen {
     pub(super) scene: Scene,
     pub(super) history: History,
     pub(super) decision: Decision,
-    /// The number of those that wait before it.
+    /// The number of processes before it in the queue.
     before: u32,
 }
 
@@ -146,7 +148,7 @@ impl Queue {
         self.claim.say(&claim_of(&self.tenant, &self.wish, waits))
     }
 
-    /// Makes the claim again, in its place, where somebody has removed its file. Says whether it did.
+    /// Makes the claim again, with its number, if somebody has removed its file. Returns whether it did.
     pub(super) fn keep_claim(&mut self, calls_off: CallsOff<'_>) -> Result<bool, Trouble> {
         if self.claim.is_there() {
             return Ok(false);
@@ -158,7 +160,7 @@ impl Queue {
         Ok(true)
     }
 
-    /// Takes the lock. Its holder may be switching for long, and this one is no less alive for that.
+    /// Takes the lock. A holder may switch for a long time, so this process shows signs of life meanwhile.
     fn lock(&self, calls_off: CallsOff<'_>) -> Result<TurnLock, Trouble> {
         let deadline = lock_deadline(&self.wish, self.deadline);
         let locked = lock_of(&self.turns, &self.tenant, deadline, || self.beat(calls_off));
@@ -166,7 +168,8 @@ impl Queue {
         locked
     }
 
-    /// All tenants as they are. What is found out of those that do not answer is for everybody to know. `asks_all`: also those that rest.
+    /// Returns the state of all tenants. Tenants that do not answer are recorded for all processes. If `asks_all`, resting
+    /// tenants are contacted too.
     pub(super) fn gather(&self, claims: &[Found], asks_all: bool) -> Scene {
         let known: Silent = self.turns.silent();
         let mut silent = if asks_all { known.rested() } else { known.clone() };
@@ -177,19 +180,19 @@ impl Queue {
         scene
     }
 
-    /// Is its time to wait over?
+    /// Is the deadline of the wait over?
     fn is_late(&self) -> bool {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// A sign of life, unless it is called off.
+    /// Shows a sign of life, unless the wait is called off.
     fn beat(&self, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
         self.claim.beat();
         calls_off.check(&self.tenant)
     }
 
-    /// Gathers what is so now, and decides what this one is to do. None where its own claim is not among the others.
-    /// `can_sink`: can contexts of others be taken off from here?
+    /// Gathers the present state, and decides what this process is to do. None if its own claim is missing. `can_sink`: can this
+    /// process remove the contexts of other tenants?
     fn look(
         &mut self,
         lock: Option<&TurnLock>,
@@ -197,7 +200,7 @@ impl Queue {
         can_sink: bool,
     ) -> Result<Option<Seen>, RunDirError> {
         if lock.is_none() && !self.wish.is_order() {
-            // What the history has lost with its directory is in it again.
+            // Entries that the history has lost with its directory are written again.
             self.displaced.look_if_so(&self.run_dir, &self.tenant, (self.is_paused)());
         }
         let claims = self.turns.claims(lock)?;
@@ -224,7 +227,7 @@ impl Queue {
         Ok(Some(Seen { scene, history, decision, before }))
     }
 
-    /// Waits until the decision is to go, or never to, or it is called off; and goes.
+    /// Waits until the decision is to go or never to go, or until the wait is called off. Then it goes, if it may.
     pub(super) fn wait_and_go(
         &mut self,
         options: &SwitchOptions,
@@ -245,7 +248,8 @@ impl Queue {
             let can_sink = options.checkpointer.is_some();
             let looked = self.look(lock.as_ref(), std::mem::take(&mut asks_all), can_sink);
             let Ok(Some(seen)) = looked else {
-                // Its file has just gone, or it stood still for too long. Else something is wrong with it.
+                // Its file was just removed, or the process has stood still for too long. Otherwise something is wrong with the
+                // claim.
                 unseen += 1;
                 if unseen >= UNSEEN_MAX {
                     looked?;
@@ -259,7 +263,7 @@ impl Queue {
             match &decision.verdict {
                 Verdict::Go(victims) => {
                     let Some(held) = lock.take() else {
-                        // Decided once more: others may have acted since.
+                        // With the lock the decision is made once more: others may have acted since.
                         lock = self.lock_unless_gone(calls_off)?;
                         continue;
                     };
@@ -284,22 +288,23 @@ impl Queue {
                     drop(held);
                     self.is_short = false;
                     match went {
-                        // How much it was is for the caller to find out.
+                        // The caller finds out whether the memory suffices for the context.
                         Ok(switched) if self.wish.context().is_some() => return Ok(switched),
                         Ok(_) => {}
-                        // Another one, or none: it is passed over for a while.
+                        // The contexts of that tenant stay for a while. The next decision takes another tenant, or none.
                         Err(Trouble::Undone { .. }) if !self.is_late() => {}
                         Err(error) => return Err(error),
                     }
                 }
-                // What has just ended may not be free yet, and is nobody's that could give it. Nor may it be of a tenant that does not answer.
+                // The memory of a process that has just ended may not be free yet. It may also be held by a tenant that does not
+                // answer.
                 Verdict::Never => {
                     let unheard = !scene.unheard.is_empty();
                     if let Some(look) = self.looks_again(unheard) {
                         lock = None;
                         self.look_around(&watch, look, calls_off)?;
                     } else if unheard && !has_asked_all {
-                        // Who rests may answer by now.
+                        // Resting tenants may answer by now.
                         (lock, asks_all, has_asked_all) = (None, true, true);
                     } else {
                         self.tell(lock.as_ref(), &decision.reasons);
@@ -329,7 +334,7 @@ impl Queue {
         }
     }
 
-    /// Judges the result of going. Returns none where it is to look again.
+    /// Judges the result of the switch. Returns none if the process is to look again.
     fn came(
         &mut self,
         went: Result<Switched, Trouble>,
@@ -341,7 +346,7 @@ impl Queue {
         let is_short = went.as_ref().is_err_and(lacks);
         let was_short = std::mem::replace(&mut self.is_short, is_short);
         match went {
-            // Its contexts came back first, and then its memory did not fit: others make way for both.
+            // Its contexts were restored first, and then its memory did not fit. Others are paused for both now.
             Err(Trouble::Undone { .. }) if had_no_contexts && is_short && !was_short => {}
             Err(error) if self.tries_others(&error) => {}
             Err(error) if self.tries_again(&error, trying) => {
@@ -353,7 +358,7 @@ impl Queue {
         Ok(None)
     }
 
-    /// Takes the lock; none where the claim has gone, perhaps with the whole directory.
+    /// Takes the lock. None if the claim was removed, perhaps with the whole directory.
     fn lock_unless_gone(&self, calls_off: CallsOff<'_>) -> Result<Option<TurnLock>, Trouble> {
         match self.lock(calls_off) {
             Err(Trouble::RunDir(RunDirError::Io { .. })) if !self.claim.is_there() => Ok(None),
@@ -369,22 +374,22 @@ impl Queue {
         }
     }
 
-    /// Adds lines to the log. One that cannot be written keeps nobody from its turn.
+    /// Adds lines to the log. A failed write does not stop the turn.
     pub(super) fn tell(&self, lock: Option<&TurnLock>, lines: &[String]) {
         if let Err(error) = self.turns.log(lock, lines) {
             tracing::warn!(%error, ?lines, "decisions about turns are not in the log");
         }
     }
 
-    /// Is there time for others to make way instead of one that could not be paused? What a person has ordered is tried once.
+    /// Is there time to pause others instead of a tenant that could not be paused? A person's order is tried once.
     fn tries_others(&self, error: &Trouble) -> bool {
         let is_in_time = self.deadline.is_none_or(|deadline| Instant::now() < deadline);
         let is_refused = matches!(error, Trouble::Undone { refused_by: Some(_), .. });
         is_in_time && is_refused && !self.wish.is_order()
     }
 
-    /// Is there time until its own tenant may come? An allocation has its own way of trying again, and so has a turn that lasts already, which has
-    /// no deadline. Others are not paused for it in vain for long.
+    /// Is there time to try the resume of its own tenant again? An allocation tries again in its own way, and so does a turn that
+    /// has begun, which has no deadline. Others are not paused in vain for long.
     fn tries_again(&self, error: &Trouble, trying: &mut Trying) -> bool {
         let after = trying.again_after;
         let since = *trying.failing_since.get_or_insert_with(Instant::now);
@@ -397,7 +402,7 @@ impl Queue {
         is_in_time && may_wait && error.is_retryable()
     }
 
-    /// Does nothing for so long, unless it is called off.
+    /// Waits for this time, unless the wait is called off.
     fn rest(&self, time: Duration, calls_off: CallsOff<'_>) -> Result<(), Trouble> {
         self.wait_for(time, calls_off, |left| signals::wait(&mut [], left))
     }
@@ -412,7 +417,7 @@ impl Queue {
         self.wait_for(look, calls_off, |left| watch.wait(left))
     }
 
-    /// Shows signs of life until `ends` says so, which waits for a part of the time, or the time is over.
+    /// Shows signs of life until `ends` returns true or the time is over. `ends` waits for a part of the time.
     fn wait_for(
         &self,
         time: Duration,
@@ -429,16 +434,16 @@ impl Queue {
         }
     }
 
-    /// Its time begins again, and it has not been told anything.
+    /// Begins the wait again, with this deadline and nothing logged.
     pub(super) fn wait_anew(&mut self, deadline: Instant) {
         self.deadline = Some(deadline);
         self.never_since = None;
     }
 
-    /// Returns the time until what is found to fit nowhere is looked at again; none if it is not. An allocation that
-    /// nobody was in the way of is refused soon: its library may have caches to free. One look is not enough for that:
-    /// tenants are asked one after the other. Meanwhile another one may have got memory that it did not have when it
-    /// was asked. If somebody is `unheard`, it is not known who is in the way.
+    /// Returns the time until the next look after a decision that the tenant fits nowhere; none if there is no next look. An
+    /// allocation that no tenant blocks is refused soon: its library may have caches to free. One look is not enough for that:
+    /// tenants answer one after the other, and one may get memory after its answer. If a tenant is `unheard`, it is not known
+    /// which tenants block the allocation.
     pub(super) fn looks_again(&mut self, unheard: bool) -> Option<Duration> {
         let nobody_was_in_the_way =
             !unheard && !self.has_told && matches!(self.wish, Wish::Memory(_));
@@ -454,7 +459,7 @@ impl Queue {
     }
 }
 
-/// Returns the claim of one that waits, or is in its turn.
+/// Returns the claim of a process that waits, or is in its turn.
 fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
     Claim {
         tenant: tenant.to_string(),
@@ -466,7 +471,7 @@ fn claim_of(tenant: &TenantName, wish: &Wish, waits: bool) -> Claim {
     }
 }
 
-/// Takes the lock, waiting for its holder until `deadline`, with a look at `goes_on` every now and then.
+/// Takes the lock. Waits for its holder until `deadline`, and calls `goes_on` at intervals.
 fn lock_of(
     turns: &TurnDir,
     tenant: &TenantName,
@@ -496,7 +501,8 @@ fn lock_of(
     }
 }
 
-/// One that waits has the time that it waits for, and one that does not a bounded one. An allocation is refused at its deadline.
+/// Returns the deadline for the lock: that of the wait, or a bounded one for a process that does not wait. An allocation is
+/// refused at its deadline.
 fn lock_deadline(wish: &Wish, deadline: Option<Instant>) -> Instant {
     let least = Instant::now() + LOCK_TIMEOUT;
     match (wish, deadline) {

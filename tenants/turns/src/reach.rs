@@ -1,7 +1,7 @@
-//! The memory of a GPU that a tenant can have, since others take turns with it.
+//! The memory of a GPU that a tenant can get, because other tenants share the GPU in turns.
 //!
-//! Programs ask for free memory when they start, and size their caches by the answer or end. To a program that waits for its turn, memory of others
-//! that take turns is as good as free.
+//! Programs query the free memory when they start. They size their caches by the answer, or end. For a program that waits for its
+//! turn, memory of other tenants in turns counts as free.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use tenants::run_dir::RunDir;
 use crate::gather::{queues, standing_of};
 use crate::signals;
 
-/// The time that a process may take to answer.
+/// The longest time for an answer of a process.
 const ANSWER: Duration = Duration::from_millis(500);
-/// The time in which what is free and what others hold must be found to agree.
+/// The time within which the free memory and the memory of others must agree.
 const STEADY_WITHIN: Duration = Duration::from_secs(1);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// Returns the bytes of the GPU `uuid` that a pause of all others that take turns would give back to `tenant`. `look_free` looks what is free there, once
-/// or several times: the last look is of the same moment as the answer, in which nobody is being paused or resumed. Blocks for moments, and for a
-/// second or two at most, after which the answer is the smaller of the last two.
+/// Returns the bytes of the GPU `uuid` that `tenant` would gain if all other tenants in turns were paused. `look_free` reads the
+/// free memory there, once or several times. Its last call is of the same moment as the answer, in which no tenant is being
+/// paused or resumed. Blocks briefly, for a second or two at most. After that, the answer is the smaller of the last two.
 pub fn others_give(
     run_dir: &RunDir,
     tenant: &TenantName,
@@ -45,7 +45,7 @@ pub fn others_give(
     }
 }
 
-/// The same at this moment; none while one of them is being paused or resumed.
+/// Returns the same for this moment; none while one of them is being paused or resumed.
 fn given_up(run_dir: &RunDir, tenant: &TenantName, uuid: &str) -> Option<u64> {
     let names = run_dir.tenants().unwrap_or_default().into_iter().filter(|name| name != tenant);
     let options = Options { timeout: Some(ANSWER), contact_timeout: ANSWER, ..Options::default() };

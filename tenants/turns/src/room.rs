@@ -1,7 +1,8 @@
-//! An allocation that its device has no room for waits until others have made some.
+//! Allocations that wait until other tenants have freed memory on a full device.
 //!
-//! The thread that waits stands outside the gate, in no call that the cut counts and during no stream capture, and holds no lock of ours, so that its own tenant
-//! can be paused and resumed meanwhile. Where it stands otherwise, it does not wait. It waits for so long at most as the process was told.
+//! The thread that waits is outside the gate, in no call that the cut counts, in no stream capture, and holds no lock of ours. So
+//! its own tenant can be paused and resumed meanwhile. If one of these does not hold, the thread does not wait. The settings of
+//! the process limit the wait.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -26,35 +27,35 @@ use tenants::member::Member;
 use tenants::run_dir::{RunDir, RunDirError};
 use tenants::wire::MemberState;
 
-/// The number of failures in a row, with room by all figures, after which an allocation is refused.
+/// The number of consecutive failures after which an allocation is refused, although the figures say that it fits.
 const IN_VAIN_MAX: u32 = 6;
-/// The time that a switch may take past the deadline, if it has begun by then and stops nobody for good yet.
+/// The time that a switch may take past the deadline, if it has begun before and is not past its point of no return.
 const BEYOND: Duration = Duration::from_secs(1);
-/// A wait that is longer is told, in the log of the process.
+/// The time after which a wait is reported in the log of the process.
 const TOLD_AFTER: Duration = Duration::from_secs(2);
-/// Within this time a library that frees its caches when it is refused has asked again.
+/// The time within which a library repeats a refused allocation after it has freed its caches.
 const SECOND_WITHIN: Duration = Duration::from_secs(10);
 
 /// An allocation that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
-    /// Its device; none for memory of a host, which waits for nobody.
+    /// Its device; none for host memory, which never waits.
     pub device: Option<DeviceOrdinal>,
     /// Its size, in bytes.
     pub size_bytes: u64,
-    /// Does the caller free what it caches when it is refused, and ask once more? Then the first refusal is for it.
+    /// Does the caller free its caches after a refusal, and try once more? Then the first try is refused without a wait.
     pub is_asked_twice: bool,
-    /// Can it wait at all? Not in a call that holds others up.
+    /// May it wait at all? It may not in a call that others wait for.
     pub may_wait: bool,
 }
 
 thread_local! {
-    /// The bytes that this thread was refused last, and the time of that.
+    /// The bytes of the last refusal on this thread, and its time.
     static REFUSED: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
-/// Makes memory by `make`, which goes in through the gate and comes out again. Where the device has no room for it and the process queues, waits for room
-/// and tries again; why it did not get any is a note of the process's then, and the device's refusal is the answer.
+/// Allocates memory with `make`, which enters and leaves the gate. If the device is full and the process takes part in turns,
+/// waits for room and tries again. If that fails, it adds a note with the reason to the process, and returns the device's error.
 ///
 /// # Errors
 /// The last error of `make`.
@@ -70,7 +71,7 @@ pub fn with_room<D: Driver, T>(
     wait_for_room(member, allocation, is_full, make)
 }
 
-/// As [`with_room`], for memory that is made in another way: `is_full` says whether an error is for want of room on the device.
+/// As [`with_room`], for memory that is allocated in another way. `is_full` says whether an error means that the device is full.
 ///
 /// # Errors
 /// The last error of `make`.
@@ -91,7 +92,7 @@ pub fn wait_for_room<D: Driver, T, E>(
     let gpu = member.pool().devices().uuid(device);
     let wants = BTreeMap::from([(gpu.clone(), allocation.size_bytes)]);
     let began = Instant::now();
-    // Others may be switching for long, and this thread waits for memory then, too.
+    // Others may switch for a long time. This thread waits for memory during that time too.
     let waits = member.cut().wait_for_memory_since(began);
     let (run_dir, tenant, wish) =
         (member.presence().run_dir(), member.presence().tenant(), Wish::Memory(wants));
@@ -121,19 +122,20 @@ pub fn wait_for_room<D: Driver, T, E>(
     Err(refused)
 }
 
-/// Has the device no room? What is beyond a budget is refused even if others make way.
+/// Is the device full? An allocation beyond a budget is refused even if others are paused.
 fn is_full(error: &PoolError) -> bool {
     matches!(error, PoolError::Driver { .. }) && error.code() == Some(DriverCode::OUT_OF_MEMORY)
 }
 
-/// Has paged memory of the process given way to what was refused? Frames go before others are asked, and before a library frees its caches.
+/// Was paged memory of this process evicted for the refused allocation? Frames are evicted before others are paused, and before a
+/// library frees its caches.
 fn gives_way<D: Driver>(member: &Member<D>, allocation: Allocation, error: &PoolError) -> bool {
     let is_short = error.code() == Some(DriverCode::OUT_OF_MEMORY);
     let device = allocation.device.filter(|_| is_short && !holds_others_up(member));
     device.is_some_and(|device| member.pool().make_room(device, allocation.size_bytes))
 }
 
-/// Does the thread stand where others wait for it?
+/// Is the thread at a point where others wait for it?
 fn holds_others_up<D: Driver>(member: &Member<D>) -> bool {
     Gate::is_inside() || Cut::is_inside() || member.captures().under_way() > 0
 }
@@ -149,7 +151,7 @@ fn may_wait<D: Driver>(member: &Member<D>, allocation: Allocation) -> bool {
     is_second || !allocation.is_asked_twice
 }
 
-/// Waits for room, since `began`, and tries again, as often as there is some.
+/// Waits for room, since `began`, and tries again whenever there is some.
 ///
 /// # Errors
 /// Why there is none.
@@ -174,7 +176,7 @@ fn try_again<D: Driver, T, E>(
     let (mut in_vain, mut again_after) = (0, AGAIN_AFTER);
     let mut deadline = queue.deadline.unwrap_or_else(|| Instant::now() + wait);
     let is_running = || member.lifecycle().state() == MemberState::Active;
-    // It waits for memory at all times but while it tries: also while it rests no launch of its thread comes.
+    // It waits for memory at all times except during a try. While it rests, its thread launches nothing either.
     let mut waits = None;
     loop {
         // Without a timer, the time of each step bounds it.
@@ -203,7 +205,7 @@ fn try_again<D: Driver, T, E>(
             Err(Trouble::NotSwitched { .. }) if is_over() => {
                 return Err("its process has left its tenant".to_owned());
             }
-            // Its time is over, by whatever it has waited for last.
+            // The deadline has passed, whatever it waited for last.
             Err(Trouble::Never { why, .. } | Trouble::Busy { why, .. }) => {
                 deadline = Instant::now();
                 why
@@ -215,7 +217,7 @@ fn try_again<D: Driver, T, E>(
                 deadline = Instant::now();
                 chain(&error)
             }
-            // Its own tenant did not come, or somebody was not paused in time.
+            // Its own tenant was not resumed, or another was not paused in time.
             Err(error @ Trouble::Undone { .. }) => chain(&error),
             Err(error) => return Err(chain(&error)),
         };
@@ -227,7 +229,7 @@ fn try_again<D: Driver, T, E>(
         } else if is_running() {
             return Err(why);
         } else {
-            // Its own tenant is away: this waits at the gate for that to end, as any call does, and its time begins again.
+            // Its own tenant is paused. This waits at the gate for the resume, as any call does, and its wait begins again.
             drop(waits.take());
             match make() {
                 Err(error) if is_full(&error) => {}
@@ -248,14 +250,14 @@ pub struct Newcomer<'a> {
     pub tenant: &'a TenantName,
     /// The device, by its machine-wide name.
     pub gpu: String,
-    /// For how long it waits at most.
+    /// The longest time that it waits.
     pub wait: Duration,
     /// See [`SwitchOptions::checkpointer`].
     pub checkpointer: Option<Arc<dyn Checkpointer>>,
 }
 
 impl Newcomer<'_> {
-    /// Waits for room and calls `make`, which says whether the context was made, until it was. Blocks.
+    /// Waits for room and calls `make` until the context is created. `make` returns whether it was. Blocks.
     ///
     /// # Errors
     /// Why there is no room, for people.

@@ -1,7 +1,7 @@
-//! Waits that end when the program has been asked to stop.
+//! Waits that end when a signal asks the program to stop.
 //!
-//! A handler of the program's may do no more than set a flag, as Python's do, and runs its deed when our call has come back. So a call that waits
-//! for memory comes back when a signal has come that asks the program to stop.
+//! A signal handler of the program may only set a flag, as Python's do. The program acts on the flag when our call has returned.
+//! So a call that waits for memory returns when such a signal has arrived.
 
 use std::cell::Cell;
 use std::fs;
@@ -22,12 +22,12 @@ thread_local! {
     static HELD: Cell<Option<SigSet>> = const { Cell::new(None) };
 }
 
-/// Keeps the signals that ask the program to stop, and that a handler of the program's takes, from its main thread while that does not wait. So none
-/// comes between two waits, where nobody would see it.
+/// Blocks signals on the program's main thread between waits: those that ask it to stop, and that a handler of the program
+/// handles. So none arrives unseen between two waits.
 pub(crate) struct HeldBack;
 
 impl HeldBack {
-    /// A wait begins: what ended the one before is over.
+    /// Begins a wait, and forgets the signal that ended the one before.
     pub(crate) fn begin() -> Self {
         HAS_COME.set(false);
         if is_main() {
@@ -47,7 +47,7 @@ impl Drop for HeldBack {
     }
 }
 
-/// Does what may take as long as a call of the program's own: signals come as ever meanwhile.
+/// Runs a function that may take as long as a call of the program's own. Signals arrive as usual meanwhile.
 pub(crate) fn let_in<T>(deed: impl FnOnce() -> T) -> T {
     let held = HELD.get();
     let_go();
@@ -62,7 +62,7 @@ fn hold(held: SigSet) {
     HELD.set(held.thread_block().is_ok().then_some(held));
 }
 
-/// Takes what has come meanwhile, and notes that it has.
+/// Lets signals that have arrived meanwhile be handled, and notes them.
 fn let_go() {
     if HELD.get().is_some() {
         wait(&mut [], Duration::ZERO);
@@ -70,8 +70,9 @@ fn let_go() {
     }
 }
 
-/// Waits until one of `fds` is ready, for `most` at most, and says whether one is. On the program's main thread it also ends when a handler of the
-/// program's has run for a signal that asks it to stop. All other signals have to wait meanwhile, so that a worker's end does not pass for one.
+/// Waits until one of `fds` is ready, for `most` at most, and returns whether one is. On the program's main thread, it also ends
+/// when a handler of the program has run for a signal that asks it to stop. All other signals are blocked meanwhile, so that the
+/// end of a worker is not mistaken for one.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], most: Duration) -> bool {
     let is_main = is_main();
     let mask = is_main.then(|| {
@@ -95,7 +96,7 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], most: Duration) -> bool {
     }
 }
 
-/// Has a wait of this thread been ended so, since [`HeldBack::begin`]?
+/// Has such a signal ended a wait of this thread since [`HeldBack::begin`]?
 pub(crate) fn has_come() -> bool {
     HAS_COME.get()
 }
@@ -109,7 +110,8 @@ fn mask() -> SigSet {
     SigSet::thread_get_mask().unwrap_or_else(|_| SigSet::empty())
 }
 
-/// The signals that handlers of the program's take, as bits; none where that is not known. Others, which may end the program, are never held back.
+/// Returns the signals that handlers of the program handle, as bits; 0 if they are not known. Other signals, which may end the
+/// program, are never blocked.
 fn handled() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));

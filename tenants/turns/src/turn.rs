@@ -1,4 +1,4 @@
-//! A turn of the calling process: its tenant has its GPUs from the beginning of it to its end, but for when others have theirs.
+//! A turn of the calling process. During a turn its tenant has its GPUs, except while other tenants have theirs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -16,20 +16,21 @@ use tenants::coordinator::Trouble;
 use tenants::identity::TenantName;
 use tenants::run_dir::RunDir;
 
-/// The interval at which a process in its turn looks whether its tenant was paused for another.
+/// The interval at which a process in its turn checks whether its tenant was paused for another.
 const LOOK: Duration = Duration::from_millis(20);
-/// The interval at which a process looks whether what it has in the run directory is still there.
+/// The interval at which a process checks that its files in the run directory still exist.
 pub(super) const KEPT_EVERY: Duration = Duration::from_secs(3);
-/// The time for which a process does nothing after it could not bring its tenant back.
+/// The time for which a process rests after it could not resume its tenant.
 pub(super) const AFTER_FAILURE: Duration = Duration::from_secs(1);
-/// The longest such time. It doubles after each failure that follows: others were paused for it each time.
+/// The longest such time. The time doubles after each further failure, because others were paused in vain each time.
 pub(super) const AFTER_FAILURE_MAX: Duration = Duration::from_mins(1);
-/// The longest time for which the end of a turn waits for the thread that works for it.
+/// The longest time for which the end of a turn waits for the turn's thread.
 const END_WAIT: Duration = Duration::from_secs(2);
-/// The time for which that thread waits for its tenant to have its GPUs again: as long as its turn lasts.
+/// The time for which that thread waits for its tenant to get its GPUs again: as long as the turn lasts.
 const FOREVER: Duration = Duration::MAX;
 
-/// A turn. It ends when this is dropped, or the process. It is of the process that began it: in a forked child its end does nothing.
+/// A turn. It ends when this value is dropped, or with the process. It belongs to the process that began it: a drop in a forked
+/// child does nothing.
 #[derive(Debug)]
 pub struct Turn {
     shared: Arc<TurnCell>,
@@ -45,18 +46,19 @@ struct TurnCell {
 #[derive(Debug)]
 struct TurnQueue {
     is_over: bool,
-    /// Away while the thread that brings the tenant back waits with it.
+    /// None while the thread that resumes the tenant waits with it.
     queue: Option<Queue>,
 }
 
 impl Turn {
-    /// Waits until `tenant` has its GPUs, or until it may pause what is in the way, which it does, and begins a turn. Blocks.
+    /// Begins a turn. Waits until `tenant` has its GPUs, or until it may pause the tenants that block it, and pauses them.
+    /// Blocks.
     ///
-    /// `is_paused` says whether the calling process is paused; it is asked again and again, also on another thread. The options' `asks` is
-    /// for the wait for the turn to begin.
+    /// `is_paused` says whether the calling process is paused. It is called repeatedly, also on another thread. The options'
+    /// `asks` applies to the wait before the turn begins.
     ///
-    /// As long as the turn lasts, a thread of this process sees to it that the tenant comes back when others have had it paused for
-    /// theirs. One that was paused by name stays so.
+    /// During the turn, a thread of this process resumes the tenant after it was paused for another. A tenant that was paused by
+    /// name stays paused.
     ///
     /// # Errors
     /// [`Trouble`]; there is no turn then.
@@ -92,13 +94,13 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // The thread that has the state now and then is none of the child's.
+            // The thread that holds the state at times does not exist in the child.
             return;
         }
         let mut state = lock(&self.shared.state);
         state.is_over = true;
         self.shared.changed.notify_all();
-        // Who is told that the turn has ended finds no claim of it. A thread that has it for longer ends it.
+        // When this returns, the turn has no claim. If the thread holds the queue for longer, the thread ends the claim.
         let is_away = |state: &mut TurnQueue| state.queue.is_none();
         let waited = self.shared.changed.wait_timeout_while(state, END_WAIT, is_away);
         let queue = waited.unwrap_or_else(PoisonError::into_inner).0.queue.take();
@@ -111,7 +113,7 @@ struct TurnThread {
     run_dir: RunDir,
     tenant: TenantName,
     options: SwitchOptions,
-    /// Asked again and again.
+    /// Called repeatedly.
     is_paused: fn() -> bool,
 }
 
@@ -127,7 +129,7 @@ impl TurnThread {
                 return;
             }
             pause = LOOK;
-            // A defect must not end the watch, nor the turn: nobody would bring the tenant back.
+            // A defect must not end the watch or the turn: nothing would resume the tenant.
             let is_paused = catch_unwind(self.is_paused).unwrap_or(false);
             let is_kept = kept_at.elapsed() < KEPT_EVERY;
             let Some(mut queue) = state.queue.take() else { return };
@@ -162,7 +164,7 @@ impl TurnThread {
         }
     }
 
-    /// Others are to see the turn, also where the run directory has gone meanwhile.
+    /// Keeps the turn visible to others, also if the run directory was removed meanwhile.
     fn keep(&self, queue: &mut Queue, shared: &TurnCell) {
         let is_over = || lock(&shared.state).is_over;
         if let Err(error) = queue.keep_claim(CallsOff::when(&is_over)) {
@@ -171,8 +173,8 @@ impl TurnThread {
         self.write_down();
     }
 
-    /// That its tenant takes turns, where the history has gone with its directory: else it would be for ever in the way of those of lower
-    /// classes when its turn is over.
+    /// Notes in the history that its tenant takes turns, if the history was lost with its directory. Without that, it would block
+    /// tenants of lower classes for ever after its turn.
     fn write_down(&self) {
         let began = |history: &mut History| history.began_turn(&self.tenant, false, now_us());
         if let Err(error) = write_down(&self.run_dir, &self.tenant, began) {

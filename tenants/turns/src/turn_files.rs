@@ -11,7 +11,8 @@
 //!   log                 decisions, one a line; of bounded length
 //! ```
 //!
-//! The holder of the lock changes all the others, but for lines of the log, which anybody adds, and what a claim says.
+//! The holder of the lock changes all other files, with two exceptions: any process adds lines to the log, and a process changes
+//! its own claim.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read as _, Write as _};
@@ -32,7 +33,7 @@ use tenants::run_dir::{RunDir, RunDirError};
 const NAME: &str = ".turns";
 const LOCK_NAME: &str = ".turns.lock";
 const LOG_BYTES_MAX: u64 = 256 << 10;
-/// More of a file is not read: it is none of ours.
+/// The largest file that is read. A larger one is none of ours.
 const READ_BYTES_MAX: u64 = 16 << 20;
 
 /// The directory of the files.
@@ -46,7 +47,7 @@ pub(crate) struct TurnDir {
 pub(crate) struct TurnLock(FileLock);
 
 impl TurnDir {
-    /// The directory of the files, created if need be, in a run directory that may have gone.
+    /// Returns the directory of the files. Creates it if need be, in a run directory that may have been removed.
     ///
     /// # Errors
     /// As [`RunDir::open`].
@@ -57,7 +58,7 @@ impl TurnDir {
         Ok(Self { path })
     }
 
-    /// The directory of the files, where somebody has taken turns.
+    /// Returns the directory of the files, if a process has taken turns.
     ///
     /// # Errors
     /// As [`RunDir::open`].
@@ -70,7 +71,7 @@ impl TurnDir {
         }
     }
 
-    /// Takes the lock, waiting for its holder until `deadline`.
+    /// Takes the lock. Waits for its holder until `deadline`.
     ///
     /// # Errors
     /// [`RunDirError::Switching`]; [`RunDirError::Io`].
@@ -81,7 +82,7 @@ impl TurnDir {
         wait_for_lock(&path, deadline, open, File::try_lock, locked).map(TurnLock)
     }
 
-    /// Returns the history that was kept last; the default where there is nothing, or nothing that can be read.
+    /// Returns the history that was kept last, or the default if there is none that can be read.
     pub(crate) fn history<T: DeserializeOwned + Default>(&self) -> T {
         self.read("history")
     }
@@ -89,7 +90,7 @@ impl TurnDir {
     /// Keeps `history` instead of what was kept before, atomically.
     ///
     /// # Errors
-    /// [`RunDirError::Io`]; [`RunDirError::TurnsLockGone`]: another process may hold one, and knows more.
+    /// [`RunDirError::Io`]; [`RunDirError::TurnsLockGone`]: another process may hold a newer lock, and know more.
     pub(crate) fn keep_history<T: Serialize>(
         &self,
         lock: &TurnLock,
@@ -105,13 +106,13 @@ impl TurnDir {
         self.replace("history", text.as_bytes())
     }
 
-    /// Returns those that did not answer, as they were kept last; the default as of [`TurnDir::history`].
+    /// Returns the last record of the tenants that did not answer; the default as of [`TurnDir::history`].
     pub(crate) fn silent<T: DeserializeOwned + Default>(&self) -> T {
         self.read("silent")
     }
 
-    /// Keeps `silent` instead of what was kept before, immediately. Takes no lock: of two that do so simultaneously one is
-    /// kept, or none that can be read, and then who decides asks again.
+    /// Keeps `silent` instead of the record before, immediately. Takes no lock. Of two simultaneous calls one record is kept, or
+    /// none that can be read. Then the next decision contacts those tenants again.
     pub(crate) fn keep_silent<T: Serialize>(&self, silent: &T) {
         let text = serde_json::to_string(silent).unwrap_or_default();
         if let Err(error) = self.replace("silent", text.as_bytes()) {
@@ -119,7 +120,8 @@ impl TurnDir {
         }
     }
 
-    /// Adds lines to the log, of which the later half stays when it has become long: with the lock, which keeps others from adding to what goes.
+    /// Adds lines to the log. A long log is cut to its later half, only with the lock: then no other process adds to the part
+    /// that is removed.
     ///
     /// # Errors
     /// [`RunDirError::Io`].
@@ -143,7 +145,7 @@ impl TurnDir {
             .map_err(io_error("writing", &path))
     }
 
-    /// The lines of the log, oldest first: milliseconds since 1970, the process that decided, and the decision.
+    /// Returns the lines of the log, oldest first: milliseconds since 1970, the process that decided, and the decision.
     pub(crate) fn log_lines(&self) -> Vec<String> {
         self.text("log").lines().map(str::to_owned).collect()
     }

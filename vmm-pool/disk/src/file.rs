@@ -1,12 +1,12 @@
-//! The pool's file: without a name, in a directory that the pool's user chooses.
+//! The pool's file for saved contents. It has no name, and is in a directory that the pool's user chooses.
 //!
-//! It never has a name that outlives its making, so nothing is left behind however the process ends. It is
-//! written and read past the page cache (`O_DIRECT`) where the filesystem takes that and a piece begins and ends at a
-//! page. What is not goes through the cache, whose pages are sent to the disk and dropped behind the writer: no more than
-//! two pieces a writer are in host memory together. Both may be in one file, for they share no page.
+//! The file keeps no name after it is made, so nothing stays on the disk however the process ends. Pieces are written
+//! and read past the page cache (`O_DIRECT`), if the filesystem supports that. Such a piece must begin and end at a
+//! page. Other pieces go through the cache. The writer then sends those cached pages to the disk and drops them: each
+//! writer has at most two pieces in host memory. One file may have both kinds of pieces, for they share no page.
 //!
-//! Written contents have checksums ([`super::sums`]), in this process. Contents that differ when they are read are an
-//! error.
+//! This process keeps checksums of what it writes ([`super::sums`]). If contents differ when they are read, the read
+//! fails.
 
 #![expect(unsafe_code, reason = "calls sync_file_range")]
 
@@ -33,18 +33,18 @@ use crate::ring::{read_ahead, write_behind};
 use crate::sums::Sums;
 use crate::writeout::WriteOut;
 
-/// A file for saved contents. Disk space is held by its parts that have been reserved and not given back.
+/// A file for saved contents. Parts that are reserved, and not given back, hold disk space.
 #[derive(Debug)]
 pub(crate) struct DiskFile {
     pub(crate) file: File,
-    /// The same, past the page cache; none where the filesystem refuses that.
+    /// The same file, opened past the page cache. None where the filesystem refuses that.
     direct: Option<File>,
-    /// The filesystem has refused a piece that it should have taken.
+    /// True once the filesystem has refused a direct write that it should have done.
     is_direct_refused: AtomicBool,
     sums: Sums,
-    /// The directory in which it was made, for messages.
+    /// The directory of the file, for messages.
     pub(crate) dir: PathBuf,
-    /// The offset of a piece that never gets to the disk.
+    /// The offset of a piece that never reaches the disk.
     #[cfg(test)]
     broken_at: Option<u64>,
 }
@@ -57,7 +57,7 @@ pub fn file(dir: &Path) -> PoolResult<HeldFile> {
     Ok(Arc::new(DiskFile::create(dir)?.past_the_cache()))
 }
 
-/// Can files for saved contents be made and written in `dir`? Nothing stays there.
+/// Checks that files for saved contents can be made and written in `dir`. No file stays there.
 ///
 /// # Errors
 /// [`PoolError::FileRefused`].
@@ -77,7 +77,7 @@ impl ContentsFile for DiskFile {
         if free_bytes < needed_bytes {
             return Err(PoolError::OutOfDisk { dir: self.dir.clone(), needed_bytes, free_bytes });
         }
-        // Processes that pause at the same time see the same free space. This refuses the second one.
+        // Processes that pause simultaneously see the same free space. This call refuses the second of them.
         places.iter().try_for_each(|place| self.take_space(place))
     }
 
@@ -135,7 +135,7 @@ impl DiskFile {
         Ok(Self::over(tempfile::tempfile_in(dir).map_err(refused)?, dir.to_owned()))
     }
 
-    /// As one of ours: a file that lies in `dir` and is the caller's.
+    /// Wraps `file`, which is in `dir` and belongs to the caller.
     pub(crate) fn over(file: File, dir: PathBuf) -> Self {
         Self {
             file,
@@ -148,9 +148,9 @@ impl DiskFile {
         }
     }
 
-    /// The same, with what can go past the page cache going there.
+    /// Opens the file past the page cache too, where the filesystem supports that.
     pub(crate) fn past_the_cache(mut self) -> Self {
-        // The file has no name but this.
+        // This is the file's only name.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let opened = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
         match opened {
@@ -160,7 +160,7 @@ impl DiskFile {
         self
     }
 
-    /// Once a file.
+    /// Logs that pieces go through the page cache, once for each file.
     fn say_cached(&self, error: &io::Error) {
         if !self.is_direct_refused.swap(true, Ordering::Relaxed) {
             tracing::info!(
@@ -171,7 +171,7 @@ impl DiskFile {
         }
     }
 
-    /// The file past the page cache, where these bytes may go that way.
+    /// Returns the file past the page cache, if these bytes can be written or read directly.
     fn direct(&self, offset_bytes: u64, bytes: &[u8]) -> Option<&File> {
         let ends = [offset_bytes, bytes.len() as u64, bytes.as_ptr().addr() as u64];
         let are_aligned = ends.iter().all(|end| end.is_multiple_of(FILE_ALIGNMENT_BYTES));
@@ -180,13 +180,13 @@ impl DiskFile {
             .filter(|_| are_aligned && !self.is_direct_refused.load(Ordering::Relaxed))
     }
 
-    /// As [`check_file_length`].
+    /// Checks with [`check_file_length`] whether the file may end at `end_bytes`.
     pub(crate) fn check_limit(&self, end_bytes: u64) -> PoolResult<()> {
         let checked = check_file_length(end_bytes);
         checked.map_err(|source| self.refused("reserving", &(0..end_bytes), source))
     }
 
-    /// Writes at `offset_bytes`; [`DiskFile::drop_cached`] sees it to the disk.
+    /// Writes `bytes` at `offset_bytes`. [`DiskFile::drop_cached`] then waits until the disk has them.
     fn write(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<()> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         match self.direct(offset_bytes, bytes).map(|file| file.write_all_at(bytes, offset_bytes)) {
@@ -201,7 +201,7 @@ impl DiskFile {
             .map_err(|source| self.refused("writing", &place, source))
     }
 
-    /// Waits until `place` is on the disk, and takes it out of host memory.
+    /// Waits until `place` is on the disk, and drops it from the page cache.
     fn drop_cached(&self, place: &Range<u64>) -> PoolResult<()> {
         let all = libc::SYNC_FILE_RANGE_WAIT_BEFORE
             | libc::SYNC_FILE_RANGE_WRITE
@@ -215,16 +215,16 @@ impl DiskFile {
         Ok(())
     }
 
-    /// The filesystem says whether it took all that was written; some tell only now.
+    /// Waits until all written data is on the disk. Some filesystems report failed writes only now.
     pub(crate) fn finish(&self) -> PoolResult<()> {
         self.file.sync_data().map_err(|source| self.refused("writing", &(0..0), source))
     }
 
-    /// Reads exactly what `bytes` holds, and takes it out of the page cache. What was not written is not checked, and refused if all
-    /// `is_written`.
+    /// Fills `bytes` from the file at `offset_bytes`, and drops the place from the page cache. Bytes without a checksum
+    /// are not checked. If `is_written`, they are an error.
     ///
     /// # Errors
-    /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where it is not what was written.
+    /// [`PoolError::FileUnreadable`]; [`PoolError::FileCorrupted`] where the bytes differ from what was written.
     pub(crate) fn read_written(
         &self,
         offset_bytes: u64,
@@ -245,7 +245,7 @@ impl DiskFile {
     fn read_any(&self, offset_bytes: u64, bytes: &mut [u8]) -> io::Result<()> {
         match self.direct(offset_bytes, bytes).map(|file| file.read_exact_at(bytes, offset_bytes)) {
             Some(Ok(())) => return Ok(()),
-            // The end of a file that was cut short is refused in the same way, and is no piece that it should take.
+            // Reading past the end of a shortened file is refused in the same way, and is no failure of direct reads.
             Some(Err(error)) if is_refusal_of_direct(&error) => {}
             Some(Err(error)) => return Err(error),
             None => {}
@@ -253,8 +253,8 @@ impl DiskFile {
         self.file.read_exact_at(bytes, offset_bytes)
     }
 
-    /// Are `bytes`, read at `offset_bytes`, those that were written? How many were. A block that is only partly among
-    /// them is read whole.
+    /// Checks `bytes`, read at `offset_bytes`, against their checksums. Returns how many bytes have a checksum. A block
+    /// that is only partly among them is read whole.
     fn check(&self, offset_bytes: u64, bytes: &[u8]) -> PoolResult<u64> {
         let place = offset_bytes..offset_bytes + bytes.len() as u64;
         let mut checked_bytes = 0;
@@ -292,7 +292,7 @@ impl DiskFile {
         loop {
             match fallocate(&self.file, FallocateFlags::empty(), offset, length) {
                 Err(Errno::EINTR) => {}
-                // Where nothing can be reserved, the write itself finds out.
+                // Where the filesystem cannot reserve, the write itself finds out.
                 Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::ENODEV) => return Ok(()),
                 Err(errno) => return Err(self.refused("reserving", place, errno.into())),
             }
@@ -313,7 +313,7 @@ impl DiskFile {
         let outcome =
             unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset, length, flags) };
         match Errno::result(outcome) {
-            // Nothing to wait for there: the last flush tells.
+            // There is nothing to wait for: the last flush reports errors.
             Ok(_) | Err(Errno::ENOSYS | Errno::ESPIPE | Errno::EINVAL) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
@@ -324,25 +324,25 @@ impl DiskFile {
     }
 }
 
-/// Offset and length as the kernel wants them. No file is as long as it could not say.
+/// Returns offset and length as the kernel expects them. No file is too long for these types.
 fn signed(place: &Range<u64>) -> (i64, i64) {
     let [offset, length] = [place.start, place.end - place.start];
     (i64::try_from(offset).unwrap_or(i64::MAX), i64::try_from(length).unwrap_or(i64::MAX))
 }
 
-/// Writes pieces of one file one behind the other: each is on its way to the disk while the next is written.
+/// Writes pieces of one file one after the other: the disk writes one piece while the next is copied to the kernel.
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
-    /// Written last, and perhaps still on its way to the disk.
+    /// The piece that was written last, and may not be on the disk yet.
     unsettled: Option<Range<u64>>,
 }
 
 impl Writer {
-    /// Writes `bytes` at `offset_bytes`, and sees the piece before to the disk and out of host memory. What is to be read back gets
-    /// checksums: that is of allocations one behind the other, each as long as `lengths_bytes` say.
+    /// Writes `bytes` at `offset_bytes`. Then waits until the piece before is on the disk, and drops that from the page
+    /// cache. Records checksums of the contents of allocations, one behind the other, with the lengths `lengths_bytes`.
     ///
     /// # Errors
-    /// [`PoolError::FileRefused`], also of the piece before.
+    /// [`PoolError::FileRefused`], also for the piece before.
     pub(crate) fn write(
         &mut self,
         file: &DiskFile,
@@ -357,7 +357,8 @@ impl Writer {
         written.and(settled)
     }
 
-    /// Sees the last piece to the disk and out of host memory; [`DiskFile::finish`] comes behind all writers.
+    /// Waits until the last piece is on the disk, and drops it from the page cache. Call [`DiskFile::finish`] after all
+    /// writers.
     ///
     /// # Errors
     /// [`PoolError::FileRefused`].
@@ -366,7 +367,7 @@ impl Writer {
     }
 }
 
-/// Does the filesystem, or the disk below it, not do this past the page cache?
+/// Does `error` say that the filesystem, or the disk below it, cannot bypass the page cache?
 fn is_refusal_of_direct(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     matches!(errno, Some(Errno::EINVAL | Errno::EOPNOTSUPP))

@@ -1,5 +1,5 @@
-//! Saved contents in files. A pool has [`file()`] make its own, which has no name; [`WriteOut`] writes what is saved to named ones,
-//! which outlive the process.
+//! Saved contents in files. [`file()`] makes a pool's own file, which has no name. [`WriteOut`] writes saved contents
+//! to named files, which outlive the process.
 
 mod file;
 mod ring;

@@ -1,12 +1,12 @@
-//! Contents on their way between devices and the file, through the pool's slots of pinned host memory.
+//! Moves contents between devices and the file, through the pool's slots of pinned host memory.
 //!
 //! ```text
 //!   pause:   device --copy--> slot --writer threads--> file
 //!   resume:  file --reader threads--> slot --copy--> device
 //! ```
 //!
-//! The disk is the slowest part by far, so it is the one that never waits: while one slot is written or read,
-//! the copies of the next run on the calling thread.
+//! The disk is the slowest part by far, so it must never wait. While threads write or read one slot, the calling thread
+//! copies the next.
 
 use std::io;
 use std::ops::Range;
@@ -17,13 +17,14 @@ use vmm_pool::{FilePlace, PoolError, PoolResult};
 
 use crate::file::{DiskFile, Writer};
 
-/// Threads that write, or read. One brings three quarters of what the disk can do, four nine tenths.
+/// The number of threads that write, or read. One reaches three quarters of the disk's speed, four reach nine tenths.
 const FILE_THREADS: usize = 4;
 
-/// A slot and its job, and the outcome; neither at the end of a thread.
+/// A slot and its job, and the outcome. No slot and no job when a thread ends.
 type Told<S, J> = (Option<(S, J)>, PoolResult<()>);
 
-/// Has threads `work` on slots, as `lead` hands them over and takes them back. A thread that nobody listens to any more ends.
+/// Starts threads that do `work` on the slots that `lead` sends them, and send the slots back. A thread ends once
+/// nobody receives its answers.
 fn by_threads<S: Send, J: Send>(
     file: &DiskFile,
     work: impl Fn(&mut Writer, &mut S, &J) -> PoolResult<()> + Sync,
@@ -51,7 +52,7 @@ fn by_threads<S: Send, J: Send>(
     })
 }
 
-/// The length of a place, in bytes.
+/// Returns the length of a place, in bytes.
 fn length_of(place: &Range<u64>) -> usize {
     usize::try_from(place.end - place.start).unwrap_or(usize::MAX)
 }
@@ -74,16 +75,16 @@ pub(crate) fn write_behind<S: AsRef<[u8]> + Send>(
                 written?;
                 slot
             } else {
-                // Its contents would be lost.
+                // Without a slot, the contents would be lost.
                 return Err(file.refused("writing", &(0..0), io::ErrorKind::NotFound.into()));
             };
             let Some(place) = fill(&mut slot)? else { return Ok(()) };
-            // Threads end only when this end is closed.
+            // Threads end only when this sender is closed.
             let _taken = give.send((slot, place));
         };
         let outcome = fill_all();
         drop(give);
-        // Until every thread has ended.
+        // Receives until every thread has ended.
         told.iter().fold(outcome, |all, (_, outcome)| all.and(outcome))
     })?;
     file.finish()

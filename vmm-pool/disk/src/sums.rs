@@ -1,7 +1,7 @@
-//! Checksums of what is in the file, so that a disk that gives back something else is noticed before it is used.
+//! Checksums of the file's contents. They detect a disk that returns other bytes, before anybody uses those bytes.
 //!
-//! Each is of a block: at most [`BLOCK_BYTES`] of one allocation. So what is given up of one leaves the blocks of others
-//! whole, and a reader of a few bytes need not read much more.
+//! Each checksum covers a block: at most [`BLOCK_BYTES`] of one allocation. So freeing one allocation leaves the blocks
+//! of others whole, and a reader of a few bytes need not read much more.
 //!
 //! Lock order: `blocks` is a leaf.
 
@@ -11,19 +11,19 @@ use std::sync::Mutex;
 
 use vmm_pool::sync::lock;
 
-/// The longest block.
+/// The size of the longest block, in bytes.
 const BLOCK_BYTES: u64 = 2 << 20;
 
-/// A block, and the CRC-32 of its bytes (as of zlib).
+/// A block's range in the file, and the CRC-32 of its bytes (as of zlib).
 pub(super) type Block = (Range<u64>, u32);
 
-/// By where they begin in the file.
+/// The blocks of a file, by their first offset.
 #[derive(Debug, Default)]
 pub(super) struct Sums(Mutex<BTreeMap<u64, Block>>);
 
 impl Sums {
-    /// `bytes` are written from `offset_bytes` on, one allocation's behind the other, each as long as `lengths_bytes`
-    /// say.
+    /// Records the checksums of `bytes`, which are written at `offset_bytes`. They are the contents of allocations, one
+    /// behind the other, with the lengths `lengths_bytes`.
     pub(super) fn note(&self, offset_bytes: u64, bytes: &[u8], lengths_bytes: &[u64]) {
         let mut made = Vec::new();
         let (mut at, mut rest) = (offset_bytes, bytes);
@@ -42,7 +42,7 @@ impl Sums {
         lock(&self.0).extend(made.into_iter().map(|block| (block.0.start, block)));
     }
 
-    /// The blocks that have something in `place`, in order.
+    /// Returns the blocks that overlap `place`, in order.
     pub(super) fn over(&self, place: &Range<u64>) -> Vec<Block> {
         let blocks = lock(&self.0);
         let before = blocks.range(..place.start).next_back();
@@ -54,7 +54,7 @@ impl Sums {
             .collect()
     }
 
-    /// Nothing of `place` is in the file any more.
+    /// Removes the blocks that overlap `place`: the file no longer has those contents.
     pub(super) fn forget(&self, place: &Range<u64>) {
         let gone = self.over(place);
         let mut blocks = lock(&self.0);

@@ -1,4 +1,4 @@
-//! Pools whose disk fails.
+//! Tests of pools whose disk fails.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ fn pool() -> Parts {
     Pool::new(Arc::new(driver), 1, Vec::new)
 }
 
-/// Memory with contents of its own.
+/// Makes memory with contents of its own.
 fn filled(pool: &Pool<SimDriver>, class: Class) -> VaRange {
     let (entered, prop) = (pool.enter(), AllocationProp::pinned_on(GPU));
     let handle = entered.create(GRANULARITY_BYTES, &prop, class).unwrap();

@@ -1,12 +1,12 @@
-//! Saved contents on their way to a file, an allocation and a piece at a time: to one with a name, so that they outlive the process,
-//! or to the pool's own.
+//! Writes saved contents to a file, one allocation and one piece at a time. The file has a name, so that the contents
+//! outlive the process, or it is the pool's own.
 //!
 //! ```text
 //!   named file:  [A saved ....][B saved | hole | saved][D saved ...]     each begins at a multiple of 4 KiB
 //! ```
 //!
-//! In a named file an allocation has its whole size; parts that nobody needs are holes. Nothing that is saved is changed. The
-//! application may free what is still to be written, so each piece is looked up in the ledger.
+//! In a named file each allocation has its whole size, and its unused parts are holes. Saved contents do not change.
+//! The application may free contents before they are written, so each piece is looked up in the ledger.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -21,52 +21,53 @@ use vmm_pool::{AllocationId, FILE_ALIGNMENT_BYTES, Holding, LookUp, Pool, PoolRe
 
 use crate::file::{DiskFile, Writer};
 
-/// The bytes that are written to a named file in one piece. Between two pieces others have their turn at the arena, and the
-/// time is looked at.
+/// The size of the pieces of a named file, in bytes. Between two pieces, other threads can lock the arena, and the
+/// clock is read.
 const PIECE_BYTES: u64 = 8 << 20;
-/// The bytes that are written to the pool's own file between two looks at the clock.
+/// The bytes that are written to the pool's own file between two readings of the clock.
 const AT_ONCE_BYTES: u64 = 64 << 20;
-/// The bytes that go to the disk together.
+/// The bytes that one write call passes to the file at most.
 const TOGETHER: usize = 32 << 20;
 
-/// An allocation whose contents go to the file.
+/// An allocation whose contents are written to the file.
 #[derive(Debug)]
 struct Outgoing {
     id: AllocationId,
     /// The offset in the file where the allocation begins.
     offset_bytes: u64,
     written_bytes: u64,
-    /// Of the bytes written so far. None where the file has checksums of its own.
+    /// The checksum of the bytes written so far. None where the file keeps checksums itself.
     sum: Option<crc32fast::Hasher>,
 }
 
-/// Writes saved contents to a file, a while at a time. Between its making and its end no pause or resume of the pool
-/// may begin: it would put other contents in the same places.
+/// Writes saved contents to a file, in calls of limited time. From its creation to its end, no pause or resume of the
+/// pool may begin: that would put other contents in the same places.
 #[derive(Debug)]
 pub struct WriteOut {
     file: Arc<DiskFile>,
-    /// None for those that have nothing saved, or were freed before all of it was written.
+    /// The allocations. None for one that has nothing saved, or was freed before all of it was written.
     sources: Vec<Option<Outgoing>>,
-    /// The pieces that are not written yet, in order: the index of the allocation, the part of it, and its offset in the file.
+    /// The pieces not written yet, in order. Each has the index of its allocation, the part of it, and the offset in
+    /// the file.
     left: VecDeque<(usize, Range<u64>, u64)>,
     writer: Writer,
     buffer: Vec<u8>,
 }
 
-/// The place and the checksum of an allocation's contents in a file that is written.
+/// The place and the checksum of an allocation's contents in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
     /// The offset in the file where the allocation begins.
     pub offset_bytes: u64,
-    /// CRC-32 (as of zlib) of its saved parts, one behind the other.
+    /// The CRC-32 (as of zlib) of its saved parts, one behind the other.
     pub crc32: u32,
 }
 
 impl WriteOut {
-    /// Lays `holdings` out in `file`, which is empty and lies in `dir`. Nothing is written yet.
+    /// Lays `holdings` out in `file`, which is empty and is in `dir`. Nothing is written yet.
     ///
     /// # Errors
-    /// [`vmm_pool::PoolError::FileRefused`], also when the process may not write files as large as that.
+    /// [`vmm_pool::PoolError::FileRefused`], also when the process may not write a file of this size.
     pub fn new(holdings: &[Holding], file: File, dir: PathBuf) -> PoolResult<Self> {
         let (out, end_bytes) = Self::laid_out(holdings, DiskFile::over(file, dir));
         out.file.check_limit(end_bytes)?;
@@ -75,7 +76,7 @@ impl WriteOut {
         Ok(out)
     }
 
-    /// The end of the file too.
+    /// Lays `holdings` out in `file`. Returns the end of the file too.
     pub(crate) fn laid_out(holdings: &[Holding], file: DiskFile) -> (Self, u64) {
         let (mut out, mut end_bytes) = (Self::to(Arc::new(file)), 0_u64);
         for Holding { id, size_bytes, saved_parts, .. } in holdings {
@@ -92,14 +93,14 @@ impl WriteOut {
         (out, end_bytes)
     }
 
-    /// Nothing yet, to `file`.
+    /// Makes a [`WriteOut`] to `file` without any allocation.
     fn to(file: Arc<DiskFile>) -> Self {
         let (sources, left) = Default::default();
         Self { file, sources, left, writer: Writer::default(), buffer: Vec::new() }
     }
 
-    /// Adds an allocation: parts of it, each with the offset in the file where it goes, in pieces of so many bytes. One that begins
-    /// somewhere in the file has a checksum of its own.
+    /// Adds an allocation: its parts, each with its offset in the file, in pieces of `piece_bytes`. With a `begin`, the
+    /// allocation has a checksum of its own.
     fn add(&mut self, (id, parts): ToFile, begin: Option<u64>, piece_bytes: u64) {
         let source = self.sources.len();
         for (part, at) in parts {
@@ -112,7 +113,7 @@ impl WriteOut {
         self.sources.push(Some(Outgoing { id, offset_bytes, written_bytes: 0, sum }));
     }
 
-    /// Returns the number of bytes to write, without those that were freed before.
+    /// Returns the number of bytes to write, without allocations that were freed before.
     pub fn total_bytes(&self) -> u64 {
         let left = self.left.iter().filter(|(source, ..)| self.sources[*source].is_some());
         self.written_bytes() + left.map(|(_, part, _)| part.end - part.start).sum::<u64>()
@@ -123,17 +124,17 @@ impl WriteOut {
         self.sources.iter().flatten().map(|source| source.written_bytes).sum()
     }
 
-    /// Returns the place of the contents of holding `index` in the file. None when nothing of it is saved, or it was
-    /// freed before all of it was written. Its checksum is that of what is written so far.
+    /// Returns the place in the file of the contents of holding `index`. None if nothing of it is saved, or it was
+    /// freed before all of it was written. The checksum covers what is written so far.
     pub fn written(&self, index: usize) -> Option<Written> {
         let Outgoing { offset_bytes, sum, .. } = self.sources.get(index)?.as_ref()?;
         Some(Written { offset_bytes: *offset_bytes, crc32: sum.clone()?.finalize() })
     }
 
-    /// Writes on until `until`, one piece at least. True when all is on the disk.
+    /// Writes until `until`, and one piece at least. True when all is on the disk.
     ///
     /// # Errors
-    /// [`vmm_pool::PoolError::FileRefused`], [`vmm_pool::PoolError::FileUnreadable`]; the file is of no use then.
+    /// [`vmm_pool::PoolError::FileRefused`], [`vmm_pool::PoolError::FileUnreadable`]; the file is then useless.
     pub fn write_on<D: Driver>(&mut self, pool: &Pool<D>, until: Instant) -> PoolResult<bool> {
         let mut is_first = true;
         let is_over = || !std::mem::take(&mut is_first) && Instant::now() >= until;
@@ -165,7 +166,7 @@ impl WriteOut {
         out.finish().map(|()| whole)
     }
 
-    /// Writes until it `is_over`, which is asked before each piece. Has all been written?
+    /// Writes until `is_over`, which is called before each piece. True when all is written.
     fn write_until(
         &mut self,
         look_up: LookUp<'_>,
@@ -184,7 +185,7 @@ impl WriteOut {
             if is_over() {
                 return Ok(false);
             }
-            // Again, for a limit may have been set since: the kernel would end the process.
+            // Checked again, because a limit may have been set since: the kernel would end the process.
             self.file.check_limit(at + length_bytes)?;
             let pieces = found.read(&mut self.buffer)?;
             for bytes in pieces.into_iter().flat_map(|bytes| bytes.chunks(TOGETHER)) {
@@ -200,7 +201,7 @@ impl WriteOut {
         Ok(true)
     }
 
-    /// Sees what was written to the disk.
+    /// Waits until all that was written is on the disk.
     fn finish(&mut self) -> PoolResult<()> {
         self.buffer = Vec::new();
         self.writer.settle(&self.file)?;

@@ -1,9 +1,9 @@
 //! The real driver, loaded at run time: builds and starts with no CUDA installed.
 //!
-//! Only types and constants come from `cudarc`; its functions return a Rust `enum`, which a code newer
-//! than its bindings would make undefined. So the calls here go through a table of our own, with plain
-//! integers, filled by a caller that can look names up: [`CudaDriver::load`] opens `libcuda.so.1`, and the
-//! preload object hands in the driver's own pointers, past its own hooks.
+//! Only types and constants come from `cudarc`. Its functions return a Rust `enum`, which a code newer than its bindings would
+//! make undefined. So the calls here go through a table of our own, with plain integers. A caller that can look names up fills
+//! the table. [`CudaDriver::load`] opens `libcuda.so.1`. The preload object hands in the driver's own pointers, past its own
+//! hooks.
 
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
@@ -47,20 +47,20 @@ const STREAM_LEGACY: u64 = 1;
 /// The driver of this machine.
 pub struct CudaDriver {
     table: Table,
-    /// Primary contexts that we have retained, for good unless the application resets one; null where there is none.
+    /// The primary contexts that we have retained, for good unless the application resets one. Null: none is retained.
     contexts: [AtomicPtr<c_void>; DEVICES_MAX],
-    /// Host memory that is no memory of the driver's.
+    /// Host memory that the driver did not allocate.
     host_files: HostFiles,
-    /// Our own kernels, in those contexts.
+    /// Our own kernels, loaded in those contexts.
     kernels: Kernels,
-    /// The context that they are in, where that is not the primary one, by device.
+    /// For each device: the context that the kernels are loaded in, where that is not the primary one.
     kernels_in: [AtomicU64; DEVICES_MAX],
-    /// The application's own context that is worked in on each device; 0 for none.
+    /// For each device: the application's own context that calls work in; 0 for none.
     stands_in: [AtomicU64; DEVICES_MAX],
-    /// A context of the application's own to work in where a device has no primary one.
+    /// Returns a context of the application's own to work in, for a device without a primary one.
     own_context: fn(DeviceOrdinal) -> Option<RawContext>,
-    // Keeps the library open for as long as the table points into it; `None` when the process itself
-    // opened it, which then never closes.
+    // Keeps the library open for as long as the table points into it. `None` when the process itself opened the library, which
+    // then never closes.
     library: Option<libloading::Library>,
 }
 
@@ -74,7 +74,7 @@ impl CudaDriver {
     /// Opens and initialises the driver of this machine.
     ///
     /// # Errors
-    /// [`LoadError`], by what is missing.
+    /// [`LoadError`], which says what is missing.
     ///
     /// # Driver calls
     /// `cuInit`.
@@ -94,8 +94,8 @@ impl CudaDriver {
         Ok(driver)
     }
 
-    /// A driver whose functions `find` looks up by their exact C names. It is not initialised: the
-    /// process that found them does that.
+    /// Makes a driver whose functions `find` looks up by their exact C names. The driver is not initialised: the process that
+    /// found the functions does that.
     ///
     /// # Errors
     /// [`LoadError::NoSymbol`] for the first function that `find` does not know.
@@ -112,14 +112,14 @@ impl CudaDriver {
         })
     }
 
-    /// The same, which works in the context that `own_context` names where a device has no primary one: to make that would cost
-    /// some 500 MB of the device. It is asked often.
+    /// Lets the driver work in the context that `own_context` names, where a device has no primary one. A primary context would
+    /// cost some 500 MB of the device. `own_context` is called often.
     #[must_use]
     pub fn with_own_contexts(self, own_context: fn(DeviceOrdinal) -> Option<RawContext>) -> Self {
         Self { own_context, ..self }
     }
 
-    /// Initialises the driver for this process; harmless when that has been done.
+    /// Initialises the driver for this process; harmless when it is initialised already.
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -129,7 +129,7 @@ impl CudaDriver {
         check(DriverOp::Init, unsafe { (self.table.init)(0) })
     }
 
-    /// Makes a call that might spoil a capture of a caller's stream, on a thread that may be the caller's.
+    /// Makes a call that might spoil a stream capture of the caller's, on a thread that may be the caller's.
     pub fn beside_captures(&self, call: impl FnOnce() -> c_int) -> c_int {
         let mut mode = CAPTURE_MODE_RELAXED;
         // SAFETY: `mode` is a valid place for the old mode.
@@ -148,7 +148,7 @@ fn check(op: DriverOp, code: c_int) -> DriverResult<()> {
     DriverCode(code).ok().map_err(|code| DriverError { op, code })
 }
 
-/// The value that `ask` has the driver write to the place that it is given.
+/// Returns the value that the driver writes to the place that `ask` gives it.
 fn told<T: Default>(op: DriverOp, ask: impl FnOnce(*mut T) -> c_int) -> DriverResult<T> {
     let mut value = T::default();
     check(op, ask(&raw mut value)).map(|()| value)
@@ -158,7 +158,7 @@ fn about<T>(op: DriverOp, outcome: Result<T, DriverCode>) -> DriverResult<T> {
     outcome.map_err(|code| DriverError { op, code })
 }
 
-/// `bytes` for a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
+/// Converts `bytes` to a C `size_t`. Lossless: the crate builds for 64-bit Linux only.
 fn size_t(bytes: u64) -> usize {
     const { assert!(usize::BITS == 64) };
     usize::try_from(bytes).unwrap_or(usize::MAX)
@@ -194,7 +194,7 @@ impl Driver for CudaDriver {
     }
 
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()> {
-        // One that has ended unseen is refused.
+        // The driver refuses a context that has ended unseen.
         if let Some(own) = self.stand_in(device)?
             && self.make_own_context_current(own).is_ok()
         {
@@ -365,7 +365,7 @@ impl Driver for CudaDriver {
         let fd = unsafe { fd.assume_init() };
         // SAFETY: the descriptor is new and ours alone.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        // It holds memory: a program that is started meanwhile must not have it.
+        // The descriptor holds memory: a program that is started meanwhile must not inherit it.
         if let Err(errno) = fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)) {
             tracing::warn!(%errno, "programs that are started meanwhile hold memory");
         }
@@ -551,7 +551,7 @@ mod tests {
         0
     }
 
-    /// Any question or wait, on a thread that captures: seen on driver 580 (`gpu-tests/captured_calls.py`).
+    /// A query or wait on a thread that captures: seen on driver 580 (`gpu-tests/captured_calls.py`).
     extern "C" fn spoils(_: u64) -> c_int {
         SPOILT.set(SPOILT.get() || MODE.get() != CAPTURE_MODE_RELAXED);
         if MODE.get() == CAPTURE_MODE_RELAXED { 0 } else { 900 }

@@ -1,20 +1,20 @@
-//! Descriptors that a forked child does not keep: of device memory, which an open one holds; of leases and locks, by which others
-//! know that something is in use; of sockets, by whose end others know that a process has ended. A child that kept one would keep
-//! all of that for its whole life.
+//! Descriptors that a forked child does not keep. An open descriptor of device memory holds that memory. Leases and locks show
+//! others that something is in use. The end of a socket shows others that a process has ended. A child that kept such
+//! descriptors would keep all of that for its whole life.
 //!
-//! A fork may come at any instant, on any thread, while any lock is held. So their numbers are noted in a table that takes
-//! no lock, and the child closes what is noted there. Between its opening and its noting a descriptor is not, for an instant, nor
-//! while it is being closed.
+//! A fork may come at any instant, on any thread, while any lock is held. So the numbers of the descriptors are recorded in a
+//! table without a lock, and the child closes those numbers. For an instant after it is opened, and while it is being closed, a
+//! descriptor is not in the table.
 
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Numbers that can be noted: what Linux lets a process have at most, unless it is told otherwise.
+/// The number of descriptors that can be recorded: the most that Linux allows a process by default.
 const NUMBERS: usize = 1 << 20;
 const WORD_BITS: usize = 64;
 
-/// A bit for each number.
+/// One bit for each descriptor number.
 struct DescriptorSet([AtomicU64; NUMBERS / WORD_BITS]);
 
 static NOTED: DescriptorSet = DescriptorSet::new();
@@ -30,19 +30,19 @@ impl DescriptorSet {
         Some((self.0.get(number / WORD_BITS)?, 1 << (number % WORD_BITS)))
     }
 
-    /// False where there is no place for it.
+    /// Records the number. False where the table has no place for it.
     fn note(&self, number: RawFd) -> bool {
         let place = self.place(number);
         place.map(|(word, bit)| word.fetch_or(bit, Ordering::Relaxed)).is_some()
     }
 
-    /// Was it noted?
+    /// Removes the number. Returns whether it was recorded.
     fn forget(&self, number: RawFd) -> bool {
         let place = self.place(number);
         place.is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::Relaxed) & bit != 0)
     }
 
-    /// Forgets all of them, and says what they were.
+    /// Removes all numbers, and passes each to `each`.
     fn take_all(&self, mut each: impl FnMut(RawFd)) {
         for (index, word) in self.0.iter().enumerate() {
             let mut bits = word.swap(0, Ordering::Relaxed);
@@ -55,10 +55,10 @@ impl DescriptorSet {
     }
 }
 
-/// A value with a descriptor that a forked child does not keep. As `F` in all else.
+/// A value with a descriptor that a forked child does not keep. Otherwise it behaves as `F`.
 #[derive(Debug)]
 pub struct Uninherited<F: AsFd + IntoRawFd> {
-    /// There, until it is dropped or taken out.
+    /// `Some` until the value is dropped or taken out.
     held: Option<F>,
     is_noted: bool,
 }
@@ -72,7 +72,7 @@ impl<F: AsFd + IntoRawFd> Uninherited<F> {
         self.take().unwrap_or_else(|| unreachable!("it is taken once"))
     }
 
-    /// None in a child that has closed it, where its number may be another's by now.
+    /// Takes the value out. `None` in a child that has closed the descriptor: its number may be another's by now.
     fn take(&mut self) -> Option<F> {
         let held = self.held.take()?;
         if !self.is_noted || NOTED.forget(held.as_fd().as_raw_fd()) {
@@ -110,10 +110,10 @@ impl<F: AsFd + IntoRawFd> Drop for Uninherited<F> {
     }
 }
 
-/// For a forked child, before anything else runs in it: closes all [`Uninherited`]. Takes no lock and does not block.
+/// Closes all [`Uninherited`] in a forked child, before anything else runs there. Takes no lock and does not block.
 pub fn close_in_child() {
     NOTED.take_all(|number| {
-        // It was open at the fork, and this is the only thread.
+        // The descriptor was open at the fork, and this is the only thread.
         let _closed = nix::unistd::close(number);
     });
 }
@@ -152,7 +152,7 @@ mod tests {
         let fd = fd.into_inner();
         assert!(!is_noted(number));
         drop(UninheritedFd::from(fd));
-        // Another test of this process may have a descriptor of this number by now, but none that is noted.
+        // Another test of this process may have a descriptor with this number by now, but not a recorded one.
         assert!(!is_noted(number));
     }
 
@@ -172,7 +172,7 @@ mod tests {
             }
             nix::unistd::ForkResult::Parent { child } => {
                 drop(there);
-                // Would last as long as the child, if that had it.
+                // If the child had the descriptor, it would stay open as long as the child lives.
                 assert_eq!(here.read(&mut [0]).unwrap(), 0);
                 over.write_all(&[1]).unwrap();
                 nix::sys::wait::waitpid(child, None).unwrap();
@@ -184,7 +184,7 @@ mod tests {
     fn what_a_child_has_closed_it_closes_no_second_time() {
         let fd = UninheritedFd::from(OwnedFd::from(File::open("/dev/null").unwrap()));
         let number = fd.as_fd().as_raw_fd();
-        // As a child's end of it: what has the number now is somebody else's.
+        // As after a fork in a child: the number now belongs to another descriptor.
         assert!(NOTED.forget(number));
         drop(fd);
         nix::unistd::close(number).expect("it was left open");

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A result code of the driver (`CUresult`), kept as the integer it is.
+/// A result code of the driver (`CUresult`), kept as an integer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct DriverCode(pub i32);
@@ -14,7 +14,7 @@ macro_rules! driver_codes {
         impl DriverCode {
             $($(#[$doc])* pub const $name: Self = Self($value);)*
 
-            /// NVIDIA's name for the code, where this build knows it.
+            /// NVIDIA's name for the code, if this build knows it.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 { $($value => Some($text),)* _ => None }
             }
@@ -164,7 +164,7 @@ driver_ops! {
     PrimaryContextGetState => "cuDevicePrimaryCtxGetState",
     /// Make a context current.
     ContextSetCurrent => "cuCtxSetCurrent",
-    /// Say which captures calls of a thread may disturb.
+    /// Set the captures that calls of a thread may disturb.
     ExchangeCaptureMode => "cuThreadExchangeStreamCaptureMode",
     /// Wait for all work of a device.
     ContextSynchronize => "cuCtxSynchronize",
@@ -180,13 +180,13 @@ driver_ops! {
     Create => "cuMemCreate",
     /// Give a handle back.
     Release => "cuMemRelease",
-    /// Ask what a handle was created with.
+    /// Ask for the properties that a handle was created with.
     GetProperties => "cuMemGetAllocationPropertiesFromHandle",
     /// Map a handle.
     Map => "cuMemMap",
     /// Unmap addresses.
     Unmap => "cuMemUnmap",
-    /// Set who may reach a mapping.
+    /// Set access rights to a mapping.
     SetAccess => "cuMemSetAccess",
     /// Turn a handle into a file descriptor.
     Export => "cuMemExportToShareableHandle",
@@ -208,13 +208,13 @@ driver_ops! {
     EventCreate => "cuEventCreate",
     /// End an event.
     EventDestroy => "cuEventDestroy",
-    /// Have an event stand for the work of a stream so far.
+    /// Make an event stand for the work of a stream so far.
     EventRecord => "cuEventRecord",
-    /// Ask whether what an event stands for is done.
+    /// Ask whether the work that an event stands for is done.
     EventQuery => "cuEventQuery",
-    /// Wait for what an event stands for.
+    /// Wait for the work that an event stands for.
     EventSynchronize => "cuEventSynchronize",
-    /// Have a stream wait for what an event stands for.
+    /// Make a stream wait for the work that an event stands for.
     StreamWaitEvent => "cuStreamWaitEvent",
     /// Copy from the device.
     CopyToHost => "cuMemcpyDtoHAsync",
@@ -230,7 +230,7 @@ driver_ops! {
     ModuleLoad => "cuModuleLoadData",
     /// Find a kernel.
     ModuleGetFunction => "cuModuleGetFunction",
-    /// Ask where a device sees pinned host memory.
+    /// Ask for a device's address of pinned host memory.
     HostGetDevicePointer => "cuMemHostGetDevicePointer",
     /// Launch a kernel.
     LaunchKernel => "cuLaunchKernel",
@@ -242,7 +242,7 @@ impl fmt::Display for DriverOp {
     }
 }
 
-/// A driver call that did not succeed. The layer above adds the object, its size and the device.
+/// A driver call that failed. The layer above adds the object, its size and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op} returned {code}")]
 pub struct DriverError {
@@ -253,12 +253,12 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// Could the same call succeed later, when somebody gave memory back?
+    /// Could the same call succeed later, when memory is free again?
     pub fn is_transient(self) -> bool {
         self.code == DriverCode::OUT_OF_MEMORY || self.code == DriverCode::NOT_READY
     }
 
-    /// Is the context beyond use, so that only ending the process helps?
+    /// Is the context unusable, so that only the end of the process helps?
     ///
     /// The codes after which, by the CUDA driver API manual (`CUresult`), "the process must be terminated and
     /// relaunched", and those that say that the context or the driver is gone.

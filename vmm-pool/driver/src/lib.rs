@@ -1,8 +1,8 @@
-//! The driver calls that Sublet itself makes: one trait, a real driver behind it and a simulated one.
+//! The driver calls that Sublet itself makes: one trait, implemented by a real driver and by a simulated one.
 //!
-//! A driver does what it is told. It does not retry, cache, count or log above `trace`; it knows no
-//! tenant and validates nothing that the pool has validated. Methods that can pull memory from under
-//! running work are `unsafe`; the owning types of the pool are the safe way to reach them.
+//! A driver carries out each call as given. It does not retry, cache, count or log above `trace`. It knows no tenant, and does
+//! not repeat the checks of the pool. Methods that can pull memory from under running work are `unsafe`. The owning types of
+//! the pool are the safe way to reach them.
 //!
 //! Every method may be called from any thread and takes no lock of ours. Calls marked *blocks* may wait
 //! for the device; all others return promptly.
@@ -35,7 +35,7 @@ pub type DriverResult<T> = Result<T, DriverError>;
 
 /// The driver calls of a pool, one method each.
 pub trait Driver: Debug + Send + Sync + 'static {
-    /// The CUDA version the driver speaks.
+    /// Returns the CUDA version that the driver supports.
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -49,10 +49,10 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuDeviceGetCount")]
     fn device_count(&self) -> DriverResult<i32>;
 
-    /// An attribute of `device`.
+    /// Returns an attribute of `device`.
     ///
     /// # Errors
-    /// `INVALID_DEVICE` for an ordinal that names none; `INVALID_VALUE` for an attribute unknown to it.
+    /// `INVALID_DEVICE` for an ordinal without a device; `INVALID_VALUE` for an attribute that the driver does not know.
     #[doc(alias = "cuDeviceGetAttribute")]
     fn device_attribute(
         &self,
@@ -60,19 +60,19 @@ pub trait Driver: Debug + Send + Sync + 'static {
         attribute: DeviceAttribute,
     ) -> DriverResult<i32>;
 
-    /// A name of the device that all processes of the machine share, whatever ordinal they use. An instance of MIG has a
-    /// name of its own.
+    /// Returns a name of the device that all processes of the machine share, whatever ordinal they use. An instance of MIG has
+    /// a name of its own.
     ///
     /// # Errors
-    /// `INVALID_DEVICE` for an ordinal that names none.
+    /// `INVALID_DEVICE` for an ordinal without a device.
     #[doc(alias = "cuDeviceGetUuid_v2")]
     fn device_uuid(&self, device: DeviceOrdinal) -> DriverResult<DeviceUuid>;
 
-    /// Makes the primary context of `device` current on this thread, retaining it on first use. Where there is none, and the
-    /// application works there in a context of its own, that is made current: it makes none.
+    /// Makes the primary context of `device` current on this thread, and retains it on first use. If there is none, the
+    /// application may work there in a context of its own. Then that context is made current, and no new one is made.
     ///
-    /// Needed before the calls below that say *context*. The thread must be one of ours: an
-    /// application's thread would see its context change.
+    /// Call this before the calls below that say *context*. The thread must be one of ours: an application's thread would see
+    /// its context change.
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -80,29 +80,29 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_current(&self, device: DeviceOrdinal) -> DriverResult<()>;
 
-    /// Is there a primary context of `device` in this process, retained by anybody? Makes none.
+    /// Is there a primary context of `device` in this process, retained by anybody? The call makes none.
     ///
     /// # Errors
     /// The error that the driver returned.
     #[doc(alias = "cuDevicePrimaryCtxGetState")]
     fn has_primary_context(&self, device: DeviceOrdinal) -> DriverResult<bool>;
 
-    /// Lets calls of this thread, which must be one of ours, run during captures of other threads: some would end
-    /// them otherwise.
+    /// Lets calls of this thread run during captures of other threads. Otherwise some calls would end those captures. The
+    /// thread must be one of ours.
     ///
     /// # Errors
     /// The error that the driver returned.
     #[doc(alias = "cuThreadExchangeStreamCaptureMode")]
     fn stand_beside_captures(&self) -> DriverResult<()>;
 
-    /// Makes a context of the application's own current on this thread, which must be one of ours.
+    /// Makes a context that the application made current on this thread. The thread must be one of ours.
     ///
     /// # Errors
-    /// `INVALID_CONTEXT` for one that is gone.
+    /// `INVALID_CONTEXT` for a context that is gone.
     #[doc(alias = "cuCtxSetCurrent")]
     fn make_own_context_current(&self, context: RawContext) -> DriverResult<()>;
 
-    /// Memory of the current context's device. *Context.*
+    /// Returns the memory of the current context's device. *Context.*
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -112,20 +112,20 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// Waits for all work submitted to the current context. *Context. Blocks* without limit.
     ///
     /// # Errors
-    /// `STREAM_CAPTURE_IMPLICIT` where a stream of the context is captured that waits for the default one: the capture goes
-    /// on. What the driver returned, including the failure of earlier work; `STREAM_CAPTURE_UNSUPPORTED` where another
-    /// stream is captured, which the wait has ended.
+    /// `STREAM_CAPTURE_IMPLICIT` if a captured stream of the context waits for the default stream: the capture goes on.
+    /// `STREAM_CAPTURE_UNSUPPORTED` if another stream is captured: the wait has ended that capture. Otherwise the error that
+    /// the driver returned, including the failure of earlier work.
     #[doc(alias = "cuCtxSynchronize")]
     fn synchronize(&self) -> DriverResult<()>;
 
-    /// The smallest granularity of allocations with `prop`.
+    /// Returns the smallest granularity of allocations with `prop`.
     ///
     /// # Errors
     /// The error that the driver returned.
     #[doc(alias = "cuMemGetAllocationGranularity")]
     fn allocation_granularity(&self, prop: &AllocationProp) -> DriverResult<Granularity>;
 
-    /// Reserves addresses; `hint` asks for a place, which the driver may ignore.
+    /// Reserves addresses. `hint` is a preferred address, which the driver may ignore.
     ///
     /// # Errors
     /// `INVALID_VALUE` for a zero or misaligned size, or an alignment that is no power of two;
@@ -156,13 +156,13 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemCreate")]
     fn create(&self, size_bytes: u64, prop: &AllocationProp) -> DriverResult<RawHandle>;
 
-    /// Creates host memory that processes share, of a file instead of the driver's allocator: it comes back from
-    /// `cuCheckpointProcessRestore`, and threads of the host may use it while the process is frozen. All methods take its handle. It can be
-    /// mapped only at addresses of [`Driver::reserve_for_host_file`].
+    /// Creates host memory that processes share, from a file instead of the driver's allocator. `cuCheckpointProcessRestore`
+    /// restores such memory, and threads of the host may use it while the process is frozen. All methods accept its handle. It
+    /// can be mapped only at addresses of [`Driver::reserve_for_host_file`].
     ///
     /// # Errors
-    /// `NOT_SUPPORTED` unless `prop` is memory of a NUMA node that is shared as a descriptor, and all devices use the host's addresses
-    /// for registered memory; `OUT_OF_MEMORY`, also if the process may have no more files.
+    /// `NOT_SUPPORTED` unless `prop` is memory of a NUMA node that is shared as a descriptor, and all devices use the host's
+    /// addresses for registered memory; `OUT_OF_MEMORY`, also if the process may have no more files.
     fn create_host_file(
         &self,
         _size_bytes: u64,
@@ -171,11 +171,12 @@ pub trait Driver: Debug + Send + Sync + 'static {
         Err(DriverError { op: DriverOp::Create, code: DriverCode::NOT_SUPPORTED })
     }
 
-    /// Addresses where `handle` of [`Driver::create_host_file`], or an import of one, may be mapped, and nothing else. All that may be refused
-    /// for want of memory or rights is refused here.
+    /// Reserves addresses where only `handle` of [`Driver::create_host_file`], or an import of one, may be mapped. This call
+    /// reports every refusal for lack of memory or rights.
     ///
     /// # Errors
-    /// `INVALID_VALUE` for another handle, or an alignment that is no power of two; `OUT_OF_MEMORY`; what `cuMemHostRegister` returns.
+    /// `INVALID_VALUE` for another handle, or an alignment that is no power of two; `OUT_OF_MEMORY`; the error of
+    /// `cuMemHostRegister`.
     fn reserve_for_host_file(
         &self,
         _handle: RawHandle,
@@ -184,7 +185,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
         Err(DriverError { op: DriverOp::AddressReserve, code: DriverCode::NOT_SUPPORTED })
     }
 
-    /// Frees a whole reservation of [`Driver::reserve_for_host_file`]; none if it is none.
+    /// Frees a whole reservation of [`Driver::reserve_for_host_file`]. `None` if `range` is no such reservation.
     ///
     /// # Errors
     /// As [`Driver::address_free`].
@@ -192,21 +193,21 @@ pub trait Driver: Debug + Send + Sync + 'static {
         None
     }
 
-    /// Gives back one reference of `handle`. The memory goes when the last handle, mapping, import and
-    /// exported descriptor of it is gone, in any process.
+    /// Gives back one reference of `handle`. The memory is freed when its last handle, mapping, import and exported descriptor
+    /// is gone, in all processes.
     ///
     /// # Safety
     /// The caller owns the reference and uses `handle` no more.
     ///
     /// # Errors
-    /// `INVALID_VALUE` for a handle that is none.
+    /// `INVALID_VALUE` if `handle` is no handle.
     #[doc(alias = "cuMemRelease")]
     unsafe fn release(&self, handle: RawHandle) -> DriverResult<()>;
 
     /// Returns the properties that the memory of `handle` was created with, also for imports.
     ///
     /// # Errors
-    /// `INVALID_VALUE` for a handle that is none.
+    /// `INVALID_VALUE` if `handle` is no handle.
     #[doc(alias = "cuMemGetAllocationPropertiesFromHandle")]
     fn properties(&self, handle: RawHandle) -> DriverResult<AllocationProp>;
 
@@ -218,7 +219,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemMap")]
     fn map(&self, range: VaRange, handle: RawHandle) -> DriverResult<()>;
 
-    /// Unmaps all mappings that lie wholly inside `range`.
+    /// Unmaps all mappings that are wholly inside `range`.
     ///
     /// # Safety
     /// No work on any device may use addresses of `range` until they are mapped again.
@@ -228,21 +229,21 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemUnmap")]
     unsafe fn unmap(&self, range: VaRange) -> DriverResult<()>;
 
-    /// Sets who may reach the mappings in `range`; places not named keep what they had.
+    /// Sets access rights to the mappings in `range`. Places that are not named keep their rights.
     ///
     /// # Errors
     /// `INVALID_VALUE` when part of `range` is not mapped, or for an unknown place or flag.
     #[doc(alias = "cuMemSetAccess")]
     fn set_access(&self, range: VaRange, access: &[AccessDesc]) -> DriverResult<()>;
 
-    /// A file descriptor that holds a reference to the memory of `handle`.
+    /// Returns a file descriptor that holds a reference to the memory of `handle`.
     ///
     /// # Errors
     /// `INVALID_VALUE` when the handle was created without that handle type.
     #[doc(alias = "cuMemExportToShareableHandle")]
     fn export_fd(&self, handle: RawHandle) -> DriverResult<OwnedFd>;
 
-    /// A handle for the memory that `fd` holds; `fd` stays the caller's.
+    /// Returns a handle for the memory that `fd` holds; `fd` stays the caller's.
     ///
     /// # Errors
     /// `INVALID_VALUE` (or `INVALID_HANDLE`) when `fd` is not an export of a driver.
@@ -274,7 +275,7 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuMemHostUnregister")]
     unsafe fn host_unregister(&self, start: NonNull<u8>) -> DriverResult<()>;
 
-    /// A stream of the current context that does not wait for the default stream. *Context.*
+    /// Makes a stream of the current context that does not wait for the default stream. *Context.*
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -298,21 +299,22 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuStreamSynchronize")]
     fn stream_synchronize(&self, stream: RawStream) -> DriverResult<()>;
 
-    /// Is work that `stream` is given recorded into a graph?
+    /// Is the work of `stream` recorded into a graph?
     ///
     /// # Errors
-    /// `STREAM_CAPTURE_IMPLICIT` for the default stream, if a stream is captured that waits for it; what else the driver returned.
+    /// `STREAM_CAPTURE_IMPLICIT` for the default stream, if a captured stream waits for it; other errors that the driver
+    /// returned.
     #[doc(alias = "cuStreamIsCapturing")]
     fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool>;
 
-    /// An event of the current context, which takes no time of day. A wait for it sleeps. *Context.*
+    /// Makes an event of the current context, without timing. A wait for it sleeps. *Context.*
     ///
     /// # Errors
     /// The error that the driver returned.
     #[doc(alias = "cuEventCreate")]
     fn event_create(&self) -> DriverResult<RawEvent>;
 
-    /// Ends an event; waits of streams that were queued on it hold.
+    /// Ends an event. Waits of streams that were queued on it stay valid.
     ///
     /// # Safety
     /// The caller owns `event` and uses it no more.
@@ -322,15 +324,15 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuEventDestroy_v2")]
     unsafe fn event_destroy(&self, event: RawEvent) -> DriverResult<()>;
 
-    /// Has `event` stand for all work of `stream` so far, and for nothing that it stood for before. On a stream that is
-    /// captured it stands for a place in the graph, and can be neither asked about nor waited for.
+    /// Makes `event` stand for all work of `stream` so far. Its former meaning ends. On a stream that is captured it stands for
+    /// a place in the graph, and can be neither queried nor waited for.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` when `stream` is of another context than `event`; what else the driver returned.
+    /// `INVALID_HANDLE` when `stream` is of another context than `event`; other errors that the driver returned.
     #[doc(alias = "cuEventRecord")]
     fn event_record(&self, event: RawEvent, stream: RawStream) -> DriverResult<()>;
 
-    /// Is the work done that `event` stands for? That of an event never recorded is.
+    /// Is the work done that `event` stands for? True for an event that was never recorded.
     ///
     /// # Errors
     /// The error that the driver returned, including the failure of earlier work.
@@ -344,8 +346,8 @@ pub trait Driver: Debug + Send + Sync + 'static {
     #[doc(alias = "cuEventSynchronize")]
     fn event_synchronize(&self, event: RawEvent) -> DriverResult<()>;
 
-    /// Has all later work of `stream` wait for the work that `event` stands for now, of the same device or another. A later
-    /// record changes nothing about it.
+    /// Makes all later work of `stream` wait for the work that `event` stands for now, on the same device or another. A later
+    /// record does not change that.
     ///
     /// # Errors
     /// The error that the driver returned. `STREAM_CAPTURE_ISOLATION` for a stream that is captured.
@@ -354,15 +356,15 @@ pub trait Driver: Debug + Send + Sync + 'static {
 
     /// Starts a copy of `source` to host memory.
     ///
-    /// The current context's device must have access to `source`, whatever device `stream` belongs to; with no
-    /// context current, that of `stream` must.
+    /// The current context's device must have access to `source`, whatever device `stream` belongs to. With no context current,
+    /// the device of `stream` must have access.
     ///
     /// # Safety
-    /// `target` is valid for writes of `source.size_bytes` bytes, and nobody else touches them, until
-    /// the stream has passed the copy; `source` stays mapped as long.
+    /// `target` is valid for writes of `source.size_bytes` bytes, and nobody else touches them, until the stream has passed the
+    /// copy; `source` stays mapped until then.
     ///
     /// # Errors
-    /// `INVALID_VALUE` without that access; what else the driver returned.
+    /// `INVALID_VALUE` without that access; other errors that the driver returned.
     #[doc(alias = "cuMemcpyDtoHAsync")]
     unsafe fn copy_to_host(
         &self,
@@ -371,14 +373,14 @@ pub trait Driver: Debug + Send + Sync + 'static {
         stream: RawStream,
     ) -> DriverResult<()>;
 
-    /// Starts a copy of host memory to `target`. What is said of access at [`Driver::copy_to_host`] holds here.
+    /// Starts a copy of host memory to `target`. The rule about access of [`Driver::copy_to_host`] applies to `target`.
     ///
     /// # Safety
-    /// `source` is valid for reads of `target.size_bytes` bytes, and nobody writes them, until the
-    /// stream has passed the copy; `target` stays mapped as long.
+    /// `source` is valid for reads of `target.size_bytes` bytes, and nobody writes them, until the stream has passed the copy;
+    /// `target` stays mapped until then.
     ///
     /// # Errors
-    /// `INVALID_VALUE` without that access; what else the driver returned.
+    /// `INVALID_VALUE` without that access; other errors that the driver returned.
     #[doc(alias = "cuMemcpyHtoDAsync")]
     unsafe fn copy_to_device(
         &self,
@@ -387,15 +389,15 @@ pub trait Driver: Debug + Send + Sync + 'static {
         stream: RawStream,
     ) -> DriverResult<()>;
 
-    /// Starts a copy of `source` to memory of the same size at `target`, on the same device or another. What is said of
-    /// access at [`Driver::copy_to_host`] holds here for both, and the device of `stream` must have it too.
+    /// Starts a copy of `source` to memory of the same size at `target`, on the same device or another. The rule about access
+    /// of [`Driver::copy_to_host`] applies to both, and the device of `stream` must have access too.
     ///
     /// # Safety
-    /// Both stay mapped until the stream has passed the copy, and nobody else touches what is written, or writes what is
-    /// read.
+    /// Both stay mapped until the stream has passed the copy. Until then nobody else touches the bytes at `target`, or writes
+    /// those at `source`.
     ///
     /// # Errors
-    /// `INVALID_VALUE` without that access; what else the driver returned.
+    /// `INVALID_VALUE` without that access; other errors that the driver returned.
     #[doc(alias = "cuMemcpyDtoDAsync")]
     unsafe fn copy_between(
         &self,
@@ -410,22 +412,22 @@ pub trait Driver: Debug + Send + Sync + 'static {
     /// `target` stays mapped until the stream has passed the fill, and nobody else touches it.
     ///
     /// # Errors
-    /// `INVALID_VALUE` where the stream's device has no access; what else the driver returned.
+    /// `INVALID_VALUE` if the stream's device has no access; other errors that the driver returned.
     #[doc(alias = "cuMemsetD8Async")]
     unsafe fn fill_with_zeros(&self, target: VaRange, stream: RawStream) -> DriverResult<()>;
 
-    /// Starts taking the fingerprints of pieces: each of `slots` names one, and has its answer when `stream`, one of
-    /// the current primary context of `device`, has passed. The first call for a device has the driver compile the
-    /// kernel for it, which takes some 0.1 s once and some device memory for good. *Context.*
+    /// Starts taking the fingerprints of pieces. Each of `slots` names one piece, and has its answer when `stream` has passed.
+    /// `stream` is of the current primary context of `device`. The first call for a device makes the driver compile the kernel
+    /// for it, which takes some 0.1 s once, and some device memory for good. *Context.*
     ///
     /// # Safety
-    /// Until the stream has passed: `slots` stay valid and registered by [`Driver::host_register`], and nobody else
-    /// touches them; every piece stays mapped, with rights for `device` to read all of it. A kernel that reads
-    /// what it may not ends its context.
+    /// Until the stream has passed: `slots` stay valid and registered by [`Driver::host_register`], and nobody else touches
+    /// them; every piece stays mapped, with rights for `device` to read all of it. A kernel that reads without the right ends
+    /// its context.
     ///
     /// # Errors
-    /// `INVALID_VALUE` for host memory that is not registered; what else the driver returned, with the call that
-    /// refused: a driver without what it takes is `NOT_SUPPORTED`.
+    /// `INVALID_VALUE` for host memory that is not registered; `NOT_SUPPORTED` for a driver without a function that this needs;
+    /// other errors that the driver returned. The error names the call that failed.
     #[doc(alias = "cuLaunchKernel")]
     #[doc(alias = "cuModuleLoadData")]
     unsafe fn fingerprint(

@@ -1,15 +1,15 @@
-//! On which NUMA nodes host memory lies.
+//! The NUMA nodes of host memory.
 
 #![expect(unsafe_code, reason = "the standard library has no call that places pages")]
 
 use std::io;
 
-/// Of the kernel's mask; no machine has more.
+/// The number of bits in the kernel's mask. No machine has more nodes.
 const NODES_MAX: usize = 1024;
 const WORD_BITS: usize = usize::BITS as usize;
 
-/// Has pages of a map at `start` that come in later lie on `nodes`. One is preferred, so that a full one is no error; several take
-/// turns. With none it does nothing.
+/// Places pages of a map at `start` on `nodes` when they are allocated later. One node is preferred, so a full node is no
+/// error. With several nodes the pages alternate. With none it does nothing.
 ///
 /// # Errors
 /// The error of the kernel: it refuses addresses at which nothing is mapped, and nodes that it does not know.
@@ -24,7 +24,8 @@ pub fn place(start: usize, size_bytes: usize, nodes: &[u32]) -> io::Result<()> {
         *word |= 1 << (node % WORD_BITS);
     }
     let mode = if nodes.len() == 1 { libc::MPOL_PREFERRED } else { libc::MPOL_INTERLEAVE };
-    // SAFETY: changes no contents, and no page that is there; the mask has as many bits as is said (the kernel reads one less).
+    // SAFETY: changes no contents, and no page that exists; the mask has as many bits as the argument says (the kernel reads
+    // one less).
     let code = unsafe {
         libc::syscall(
             libc::SYS_mbind,

@@ -1,8 +1,8 @@
 //! The plain values that cross the driver boundary.
 //!
-//! Structures that the driver reads or writes have its exact layout (`#[repr(C)]`, checked below against
-//! the bindings of `cudarc`), but hold integers where C has enums: a driver newer than our bindings may
-//! use any value, and an unknown discriminant in a Rust enum would be undefined behaviour.
+//! Structures that the driver reads or writes have its exact layout (`#[repr(C)]`, checked below against the bindings of
+//! `cudarc`). They hold integers where C has enums. A driver newer than our bindings may use any value. An unknown discriminant
+//! in a Rust enum would be undefined behaviour.
 
 use std::fmt;
 use std::mem::{offset_of, size_of};
@@ -15,20 +15,20 @@ use serde::{Deserialize, Serialize};
 /// The state of a process, as the driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
-    /// It may call the driver.
+    /// The process may call the driver.
     Running,
-    /// Its calls wait.
+    /// The process's calls wait.
     Locked,
-    /// The same, and nothing of it is on a device.
+    /// The process's calls wait, and it has nothing on a device.
     Checkpointed,
-    /// The driver cannot bring it back.
+    /// The driver cannot restore the process.
     Failed,
-    /// Something that this version does not know, such as on its way.
+    /// A state that this version does not know, such as a transition.
     Other(u32),
 }
 
 impl ProcessState {
-    /// By the number that the driver's header has for it (CUDA 12.8).
+    /// Converts the number in the driver's header (CUDA 12.8).
     pub fn of(number: u32) -> Self {
         match number {
             0 => Self::Running,
@@ -39,7 +39,7 @@ impl ProcessState {
         }
     }
 
-    /// See [`ProcessState::of`].
+    /// Converts to that number, see [`ProcessState::of`].
     pub fn number(self) -> u32 {
         match self {
             Self::Running => 0,
@@ -62,7 +62,7 @@ impl fmt::Display for DeviceOrdinal {
     }
 }
 
-/// The name of a GPU that all processes of the machine share, as the driver gives it.
+/// The name of a GPU, as the driver gives it. All processes of the machine share it.
 ///
 /// Written as NVIDIA's tools write it: `GPU-5f00be66-6abd-452b-8111-0cecf4164a2a`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -117,12 +117,12 @@ impl VaRange {
         DeviceAddress(self.start.0.saturating_add(self.size_bytes))
     }
 
-    /// Does `self` hold the whole of `inner`? An empty `inner` is held when its start lies inside.
+    /// Does `self` hold the whole of `inner`? An empty `inner` is held when its start is inside.
     pub fn contains(self, inner: VaRange) -> bool {
         self.start <= inner.start && inner.end() <= self.end()
     }
 
-    /// The part of it that begins and ends at these offsets.
+    /// Returns the part of the range between these offsets.
     #[must_use]
     pub fn part(self, part: &Range<u64>) -> Self {
         Self::new(DeviceAddress(self.start.0 + part.start), part.end - part.start)
@@ -136,15 +136,15 @@ impl VaRange {
 
 /// The driver's own value for a physical allocation (`CUmemGenericAllocationHandle`).
 ///
-/// Never shown to applications: they hold virtual handles, which survive a pause.
+/// Applications never see it: they hold virtual handles, which survive a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RawHandle(pub u64);
 
 impl RawHandle {
-    /// As those of [`crate::VirtualHandle`], a mark that no handle of driver 580 has.
+    /// A mark that no handle of driver 580 has, like that of [`crate::VirtualHandle`].
     const HOST_FILE_MARK: u64 = 0x5b1d;
 
-    /// For the file `number` of [`super::Driver::create_host_file`].
+    /// Makes the handle for file `number` of [`super::Driver::create_host_file`].
     pub(super) fn of_host_file(number: u64) -> Self {
         debug_assert!(number >> 48 == 0, "more than 2^48 files");
         Self(Self::HOST_FILE_MARK << 48 | number & ((1 << 48) - 1))
@@ -168,7 +168,7 @@ pub struct RawEvent(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RawContext(pub u64);
 
-/// Kind of place that memory lives in or is reached from (`CUmemLocationType`).
+/// The kind of place that memory is in or is reached from (`CUmemLocationType`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(transparent)]
 pub struct LocationKind(pub i32);
@@ -182,18 +182,18 @@ impl LocationKind {
     pub const HOST_NUMA: Self = Self(3);
     /// Host memory of the NUMA node nearest the calling thread.
     pub const HOST_NUMA_CURRENT: Self = Self(4);
-    /// Memory of a GPU that no program sees by its address; the id says nothing.
+    /// Memory of a GPU that no program sees by its address; the id has no meaning.
     pub const INVISIBLE: Self = Self(5);
     /// A part of a GPU's memory (CUDA 13.4 and later); the id is two bytes, the GPU's ordinal and the part.
     pub const LOCALITY_DOMAIN: Self = Self(6);
 
-    /// True for the kinds that `cuda.h` of CUDA 13.5 declares: of another it is not known whose memory it is.
+    /// Does `cuda.h` of CUDA 13.5 declare this kind? For other kinds the owner of the memory is unknown.
     pub fn is_known(self) -> bool {
         (0..=Self::LOCALITY_DOMAIN.0).contains(&self.0)
     }
 }
 
-/// A place that memory lives in or is reached from (`CUmemLocation`).
+/// A place that memory is in or is reached from (`CUmemLocation`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(C)]
 pub struct Location {
@@ -209,7 +209,7 @@ impl Location {
         Self { kind: LocationKind::DEVICE, id: device.0 }
     }
 
-    /// The GPU, when this place is one or a part of one.
+    /// The GPU, when this place is a GPU or a part of one.
     pub fn as_device(self) -> Option<DeviceOrdinal> {
         match self.kind {
             LocationKind::DEVICE => Some(DeviceOrdinal(self.id)),
@@ -237,10 +237,10 @@ pub struct AllocationFlags {
     pub reserved: [u8; 4],
 }
 
-/// Everything the driver was told about an allocation (`CUmemAllocationProp`).
+/// All properties that the driver was given for an allocation (`CUmemAllocationProp`).
 ///
-/// Kept whole and given back unchanged when the memory is created again after a pause: a later use, such
-/// as registration with a network card, may depend on any of it.
+/// They are kept whole, and given back unchanged when the memory is created again after a pause. A later use, such as
+/// registration with a network card, may depend on any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct AllocationProp {
@@ -248,7 +248,7 @@ pub struct AllocationProp {
     pub kind: i32,
     /// Bits of `CUmemAllocationHandleType` that may be exported.
     pub requested_handle_types: i32,
-    /// The place that the memory lives in.
+    /// The place that the memory is in.
     pub location: Location,
     /// Windows only; null on Linux.
     pub win32_handle_metadata: u64,
@@ -299,7 +299,7 @@ impl AccessDesc {
 /// Unit of size and alignment of allocations and mappings, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Granularity {
-    /// Always a power of two.
+    /// The size, always a power of two.
     pub size_bytes: u64,
 }
 
@@ -310,7 +310,7 @@ impl Granularity {
     }
 }
 
-/// Memory of a device at one moment, in bytes (`cuMemGetInfo`).
+/// The memory of a device at one moment, in bytes (`cuMemGetInfo`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryInfo {
     /// Bytes that an allocation could still get.
@@ -319,10 +319,10 @@ pub struct MemoryInfo {
     pub total_bytes: u64,
 }
 
-/// The contexts whose copies pinned host memory speeds up.
+/// The contexts whose copies are faster by pinned host memory.
 ///
-/// Pinning for the current context alone is faster when several processes do it simultaneously: 79 GB/s together
-/// against 46 on 4 H200 with driver 580, and 35 against 32 for one process.
+/// Pinning for the current context alone is faster when several processes pin simultaneously: 79 GB/s together against 46 on 4
+/// H200 with driver 580, and 35 against 32 for one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinnedFor {
     /// The context that is current when it is pinned.
@@ -331,7 +331,7 @@ pub enum PinnedFor {
     AllContexts,
 }
 
-/// A number of the driver's, such as 13000 for CUDA 13.0 (`cuDriverGetVersion`).
+/// The driver's version number, such as 13000 for CUDA 13.0 (`cuDriverGetVersion`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DriverVersion(pub i32);
 
@@ -346,11 +346,11 @@ impl fmt::Display for DriverVersion {
 pub struct DeviceAttribute(pub i32);
 
 impl DeviceAttribute {
-    /// The bus of the device's PCI address.
+    /// The bus number of the device's PCI address.
     pub const PCI_BUS_ID: Self = Self(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID as i32);
-    /// The device of the device's PCI address.
+    /// The device number of the device's PCI address.
     pub const PCI_DEVICE_ID: Self = Self(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID as i32);
-    /// The domain of the device's PCI address.
+    /// The domain number of the device's PCI address.
     pub const PCI_DOMAIN_ID: Self = Self(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID as i32);
     /// Can the device do virtual memory management?
     pub const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: Self =
@@ -367,19 +367,19 @@ impl DeviceAttribute {
     /// Does the device take part in multicast objects?
     pub const MULTICAST_SUPPORTED: Self =
         Self(Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED as i32);
-    /// The device reaches registered host memory at the host's addresses.
+    /// Does the device reach registered host memory at the host's addresses?
     pub const HOST_ADDRESSES_FOR_REGISTERED: Self =
         Self(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM as i32);
 }
 
-/// The PCI address of a device, as the system names it: that of its first function.
+/// The PCI address of a device, as the system names it: the address of its first function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PciAddress {
-    /// Of several roots.
+    /// The domain: one of several PCI roots.
     pub domain: u32,
-    /// In the domain.
+    /// The bus in the domain.
     pub bus: u32,
-    /// On the bus.
+    /// The device on the bus.
     pub device: u32,
 }
 
@@ -389,7 +389,7 @@ impl fmt::Display for PciAddress {
     }
 }
 
-// Layouts must be the driver's own; `cudarc` generates its view of them from NVIDIA's header.
+// Layouts must be the driver's own. `cudarc` generates its bindings from NVIDIA's header.
 const _: () = {
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));

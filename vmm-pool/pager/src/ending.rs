@@ -12,22 +12,22 @@ use super::table::WindowChunks;
 use super::uses::{In, Touched};
 use super::{PagedWindow, Pager};
 
-/// The time that a capture, and the end of a stream, wait for lists to end that other threads are about to end.
+/// The longest time that a capture, or the end of a stream, waits for lists that other threads are about to end.
 const SETTLE_MAX: Duration = Duration::from_secs(1);
-/// Between two looks whether they have.
+/// The interval between two checks of those lists.
 const SETTLE_EVERY: Duration = Duration::from_micros(200);
 /// The name of a call that waits at the gate.
 const END_OF_USES: &str = "the end of uses of paged memory";
 
-/// When a use is over: an event, or now.
+/// The end of a use: an event, or `None` if the use is over already.
 type End = Option<Arc<Mark>>;
 
 impl<D: Driver> PagedWindow<D> {
-    /// Has the pager's thread end the uses of all streams, as far as their calls are launched. The number that the next list would
-    /// have.
+    /// Tells the pager's thread to end the uses of all streams, as far as their calls are launched. Returns the number that the
+    /// next list would have.
     pub(super) fn want_ends(&self) -> u64 {
         let below = {
-            // The pager looks under this lock whether it may sleep.
+            // The pager checks under this lock whether it may sleep.
             let _table = self.table();
             self.calls().want_ends()
         };
@@ -35,7 +35,7 @@ impl<D: Driver> PagedWindow<D> {
         below
     }
 
-    /// Ends those that are to end. On the pager's thread.
+    /// Ends the lists that are marked to end. Runs on the pager's thread.
     pub(super) fn end_wanted(&self) {
         self.end_taken(|_| true);
     }
@@ -47,7 +47,7 @@ impl<D: Driver> PagedWindow<D> {
         }
     }
 
-    /// An event behind all that `stream` was given.
+    /// Records an event behind all work that `stream` was given.
     fn mark_behind(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
         let mark = self.mark()?;
         let recorded = self.pool.driver().event_record(mark.event, stream);
@@ -56,7 +56,7 @@ impl<D: Driver> PagedWindow<D> {
         Ok(Arc::new(mark))
     }
 
-    /// The same for a caller that could tell nobody to try again.
+    /// Does the same, with a second try, for a caller that cannot tell anybody to try again.
     fn mark_or_try_again(&self, stream: RawStream) -> PoolResult<Arc<Mark>> {
         self.mark_behind(stream).or_else(|_| self.mark_behind(stream))
     }
@@ -76,7 +76,7 @@ impl<D: Driver> PagedWindow<D> {
         self.changed.notify_all();
     }
 
-    /// Ends a list that was taken for that.
+    /// Ends a list that this thread has taken to end.
     fn end_list(&self, number: u64, stream: RawStream) {
         let pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
         // An event would become a part of the graph, or end the capture.
@@ -84,7 +84,7 @@ impl<D: Driver> PagedWindow<D> {
             return self.postpone(number);
         }
         let marked = self.mark_or_try_again(stream);
-        // Another thread may have begun a capture, or joined one, meanwhile: the event stands for nothing.
+        // Another thread may have begun or joined a capture meanwhile. The event is worthless then.
         if marked.is_ok() && self.is_captured(stream) {
             return self.postpone(number);
         }
@@ -108,7 +108,7 @@ impl<D: Driver> PagedWindow<D> {
         self.tell_end(table, &end);
     }
 
-    /// Ends a use by the default stream of this thread alone.
+    /// Ends a use on the default stream that only this thread has.
     fn end_own(&self, stream: RawStream, chunks: &[usize]) {
         let pass = self.pool.gate().pass_for(END_OF_USES, Passage::Use);
         let marked = self.mark_or_try_again(stream);
@@ -116,8 +116,8 @@ impl<D: Driver> PagedWindow<D> {
         self.end_use(&self.end_of(marked, stream), chunks);
     }
 
-    /// Ends a use in another context by a wait for it: the window's events stand behind no stream there, and that context may end before
-    /// the window.
+    /// Ends a use in another context: waits for its stream. No event of the window can stand behind a stream there, and that
+    /// context may end before the window.
     fn end_elsewhere(&self, stream: RawStream, chunks: &[usize]) {
         self.end_use(&self.wait_for_stream(stream).map(|()| None), chunks);
     }
@@ -131,7 +131,7 @@ impl<D: Driver> PagedWindow<D> {
         self.tell_end(table, end);
     }
 
-    /// When a use is over. A copy on a stream of another context is waited for: no event of the window's can stand behind it.
+    /// Returns the end of a use. Waits for a stream of another context, because no event of the window can stand behind it.
     fn end_of(&self, marked: PoolResult<Arc<Mark>>, stream: RawStream) -> PoolResult<End> {
         match marked {
             Err(error) if error.code() == Some(DriverCode::INVALID_HANDLE) => {
@@ -141,7 +141,7 @@ impl<D: Driver> PagedWindow<D> {
         }
     }
 
-    /// *Blocks*, as the program may itself: no pause waits for that.
+    /// Waits for `stream`. *Blocks*, as the program may itself: no pause waits for this.
     fn wait_for_stream(&self, stream: RawStream) -> PoolResult<()> {
         let _asking = self.pool.door().pass();
         let waited = self.pool.driver().stream_synchronize(stream);
@@ -149,7 +149,7 @@ impl<D: Driver> PagedWindow<D> {
     }
 
     fn tell_end(&self, table: MutexGuard<'_, WindowChunks>, end: &PoolResult<End>) {
-        // It costs more to wake a thread than to have it look by itself.
+        // To wake the thread costs more than its regular check.
         let is_told = table.demand.is_asleep || table.demand.without_room > 0;
         drop(table);
         if let Err(error) = end {
@@ -162,10 +162,11 @@ impl<D: Driver> PagedWindow<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// The call has given its work to the driver, or will not.
+    /// Ends a call that has given its work to the driver, or will not.
     ///
     /// # Driver calls
-    /// `cuStreamIsCapturing`, `cuEventRecord`, seldom. *Blocks* for the work of a call in another context: `cuStreamSynchronize`.
+    /// `cuStreamIsCapturing` and `cuEventRecord`, both seldom. *Blocks* for the work of a call in another context:
+    /// `cuStreamSynchronize`.
     pub fn end_call(&self, touched: &Touched) {
         let shared = &self.shared;
         match touched.stream {
@@ -175,16 +176,16 @@ impl<D: Driver> Pager<D> {
                     shared.end_list(touched.list, stream);
                 }
             }
-            // No other thread can name it.
+            // No other thread can name this stream.
             In::OwnStream(raw) => shared.end_own(raw, &touched.chunks),
             In::Elsewhere(raw) => shared.end_elsewhere(raw, &touched.chunks),
             In::Graph => {}
         }
     }
 
-    /// `stream` is about to end, or to become another thread's. The caller may put events behind its uses if the window's context
-    /// is current to it; otherwise the pager does. *Blocks* while another thread does so, for a second at most, in addition to the
-    /// time of pauses.
+    /// Ends the uses on `stream`, which is about to end, or to become another thread's. The caller may record the events behind
+    /// these uses if the window's context is current to it. Otherwise the pager records them. *Blocks* while another thread
+    /// does so, for a second at most, plus the time of pauses.
     ///
     /// # Driver calls
     /// As [`Pager::end_call`].
@@ -197,14 +198,14 @@ impl<D: Driver> Pager<D> {
         self.settle(is_meant, below);
     }
 
-    /// A capture is about to begin, which other streams may join: uses so far get their events before. The caller is not inside the
-    /// gate. *Blocks* for a second at most, in addition to the time of pauses.
+    /// Prepares for a capture, which other streams may join: uses so far get their events before it begins. The caller is not
+    /// inside the gate. *Blocks* for a second at most, plus the time of pauses.
     pub fn capture_begins(&self) {
         let below = self.shared.want_ends();
         self.settle(|_| true, below);
     }
 
-    /// Waits until the lists of these streams have ended that have a number below this.
+    /// Waits until those lists of these streams have ended that have a number below `below`.
     fn settle(&self, is_meant: impl Fn(RawStream) -> bool, below: u64) {
         let shared = &self.shared;
         let mut deadline = Instant::now() + SETTLE_MAX;

@@ -1,4 +1,4 @@
-//! Why paging did not do what it was asked.
+//! Errors of paging.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub enum PageError {
         needed_bytes: u64,
         /// By how much host memory would have to grow, in bytes.
         grow_bytes: u64,
-        /// By how much it may, in bytes.
+        /// By how much host memory may grow, in bytes.
         available_bytes: u64,
     },
     /// One step uses more paged memory together than the frames on the GPU hold. Nothing has moved. The first figure

@@ -1,5 +1,5 @@
-//! The number of frames of a window: as many as its caller allows, and as memory gives. If other memory of the process
-//! finds no room, the window gives frames up. Some time later it tries to have them again.
+//! The number of frames of a window: as many as its caller allows, and as memory permits. If other memory of the process finds
+//! no room, the window gives frames up. Some time later the window tries to get them again.
 
 use std::ptr;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use super::table::WindowChunks;
 use super::thread::{LOOK_SOON, Worker};
 use super::{PageError, PageResult, PagedWindow};
 
-/// A window with less takes memory from one that has more, in bytes.
+/// A window with less than this takes memory from a window that has more, in bytes.
 const FLOOR_BYTES: u64 = 2 << 30;
-/// The time that a window waits for a frame of another one each time. Meanwhile it sees none of its own.
+/// The time of one wait for a frame of another window. Meanwhile this window does not look at its own chunks.
 const OTHERS_LIMIT: Duration = Duration::from_millis(100);
-/// The time for which it asks others again, if somebody waits who is told otherwise that there is no memory.
+/// The time for which a window asks other windows again, while a caller waits who otherwise gets an error.
 const LAST_LIMIT: Duration = Duration::from_secs(10);
-/// The time that uses of others may take to end before somebody who waits is told that there is no memory.
+/// The time that other uses may take to end before a caller who waits gets an error.
 const ENDS_LIMIT: Duration = Duration::from_secs(1);
-/// When what was given up, or refused, is tried again.
+/// The time after which frames that were given up, or refused, are tried again.
 const TRIED_AGAIN: Duration = Duration::from_secs(10);
 
 impl<D: Driver> PagedWindow<D> {
@@ -50,7 +50,7 @@ impl<D: Driver> Lender for PagedWindow<D> {
         let spare = self.spare(&table);
         table.demand.owe(chunks.min(spare));
         drop(table);
-        // What is queued ends.
+        // The uses of queued work are to end.
         self.calls().want_ends();
         self.changed.notify_all();
     }
@@ -67,7 +67,7 @@ impl<D: Driver> Lender for PagedWindow<D> {
 }
 
 impl<D: Driver> Worker<'_, D> {
-    /// Device memory for one more chunk. If another could leave for `newcomer`, it leaves free what is to stay free.
+    /// Returns device memory for one more chunk. If another chunk could leave for `newcomer`, `leaves_bytes` stay free.
     pub(super) fn new_frame(
         &self,
         entered: &Entered<'_, D>,
@@ -76,7 +76,7 @@ impl<D: Driver> Worker<'_, D> {
         let (device, needed_bytes) = (self.shared.device, self.shared.chunk_bytes);
         let leaves_bytes = self.shared.leaves_bytes;
         if leaves_bytes > 0 && !self.shared.table().victims(newcomer).is_empty() {
-            // A question that fails refuses nothing: the driver does that by itself.
+            // A failed query refuses nothing here: the driver itself refuses what does not fit.
             let info = self.shared.pool.driver().memory_info();
             let free_bytes = info.map_or(u64::MAX, |info| info.free_bytes);
             if free_bytes < leaves_bytes + needed_bytes {
@@ -87,7 +87,8 @@ impl<D: Driver> Worker<'_, D> {
         Ok(entered.make_frame(device, needed_bytes)?)
     }
 
-    /// There is no device memory for another frame. Another window that has more gives one, or what there is has to do.
+    /// Handles the lack of device memory for another frame. A window that has more gives a frame, or the present frames must
+    /// suffice.
     pub(super) fn without_room(&mut self, newcomer: usize, error: PageError) {
         let shared = self.shared;
         let (has_others, is_awaited, own_bytes) = {
@@ -100,13 +101,13 @@ impl<D: Driver> Worker<'_, D> {
         let (is_early, is_asking) = (waited < ENDS_LIMIT, waited < LAST_LIMIT);
         let is_last = is_awaited && !has_others;
         if self.stay.is_some() {
-            // Past the gate nobody is waited for: a pause would wait for both. Chunks that are filled land first.
+            // Inside the gate this thread waits for nobody: a pause would wait for both. Filled chunks are mapped first.
             if is_early {
                 let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
                 return;
             }
         } else if self.asked_for.replace(newcomer) != Some(newcomer) || (is_last && is_asking) {
-            // Once for each: others may have more and not be able to give it.
+            // It asks once for each chunk: other windows may have more and be unable to give it.
             let own = Arc::as_ptr(shared);
             let others = shared.pool.lenders().on(shared.device);
             let mut others = others.iter().filter(|(_, it)| !ptr::addr_eq(Arc::as_ptr(it), own));
@@ -114,7 +115,7 @@ impl<D: Driver> Worker<'_, D> {
             let is_richer = |spare: u64| (is_poor && spare > own_bytes) || (is_last && spare > 0);
             if let Some((_, richest)) = others.next().filter(|(spare, _)| is_richer(*spare)) {
                 if is_last {
-                    // One of its own may leave as well, when lists that hold it have ended.
+                    // A chunk of this window may leave as well, when the lists that hold it have ended.
                     shared.calls().want_ends();
                     shared.end_wanted();
                 }
@@ -124,7 +125,7 @@ impl<D: Driver> Worker<'_, D> {
             }
         }
         if is_last && is_early && !shared.calls().have_ended(u64::MAX) {
-            // Lists of calls hold what is here: one may leave when they have ended.
+            // Lists of calls hold the chunks that are here. A chunk may leave when these lists have ended.
             shared.calls().want_ends();
             shared.end_wanted();
             let _waited = shared.changed.wait_timeout(shared.table(), LOOK_SOON);
@@ -139,7 +140,7 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// A frame has gone back to the driver, perhaps for somebody who asked.
+    /// Records that a frame has gone back to the driver, perhaps for a caller who asked.
     pub(super) fn gave(&mut self) {
         let mut table = self.shared.table();
         if table.demand.gave() {
@@ -149,7 +150,7 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Forgets after some time that there was no room.
+    /// Lets the window try for more frames again, some time after there was no room.
     pub(super) fn widen(&mut self) {
         let mut table = self.shared.table();
         if !table.demand.is_narrow() {

@@ -1,4 +1,4 @@
-//! Larger than memory: a window of addresses whose contents are on the device by turns, while the process runs.
+//! Memory larger than the device: a window of addresses whose contents move between host and device while the process runs.
 //!
 //! ```text
 //!   spans:    [ a  ][     b      ][c][     d    ] ...     what callers have; they may share chunks
@@ -10,20 +10,19 @@
 //!   host arena:    [place of 1][place of 0]  ...          each chunk keeps its place
 //! ```
 //!
-//! A *frame* is the `Physical` of one chunk. An exchange takes it from a chunk that nobody uses and gives
-//! it to one that somebody wants: the same changes that a pause and a resume make of a row, for one chunk
-//! (`StillChunk`). A chunk that is away is set aside, so that pauses and resumes of everything pass over
-//! it. One on the device they handle as any other.
+//! A *frame* is the `Physical` of one chunk. An exchange takes the frame from a chunk that nobody uses and gives it to a chunk
+//! that somebody wants. It changes the row of one chunk as a pause and a resume do (`StillChunk`). A chunk that is away is set
+//! aside, so pauses and resumes of everything skip it. They handle a chunk on the device as any other row.
 //!
-//! `table` decides, by the order of uses that `order` has recorded. `thread` carries that out, on the thread
-//! `sublet-pager`. It waits for work of devices outside the gate, and goes in, as an application's call does, to begin
-//! a copy or to exchange: nothing of that waits. So a pause stops it between two such steps, and copies that are under
-//! way then end before the devices are idle.
+//! `table` decides, by the order of uses that `order` has recorded. `thread` carries the decisions out, on the thread
+//! `sublet-pager`. That thread waits for work of devices outside the gate. It goes in, as an application's call does, to begin
+//! a copy or to exchange frames, and waits for nothing there. So a pause stops it between two such steps, and copies that are
+//! under way end before the devices are idle.
 //!
-//! The caller's part: the code that hands work to the driver shows what it names ([`Pager::begin_call`]), and waits until all
-//! of that is on the device. Announcements ([`Pager::announce`]) are hints: they buy time. What nobody shows finds addresses without
-//! memory, which ends the context. It never finds wrong bytes: a chunk is filled at addresses of the pager's own, and mapped
-//! when it is full.
+//! The caller's part: the code that hands work to the driver shows the addresses that the work names ([`Pager::begin_call`]).
+//! It waits until all of that memory is on the device. Announcements ([`Pager::announce`]) are hints: they save time. Work that
+//! nobody shows finds addresses without memory, which ends the context. It never finds wrong bytes: a chunk is filled at
+//! addresses of the pager's own, and mapped when it is full.
 //!
 //! Locks: `entering`, then the table's, then that of `Calls`, which is a leaf. The last two are never held across a driver call.
 
@@ -60,9 +59,9 @@ use self::table::WindowChunks;
 use self::uses::{Calls, SLOTS};
 pub use self::uses::{In, Touched};
 
-/// The time between two looks of a wait whether the process is paused. Paused time does not count.
+/// The interval at which a wait checks whether the process is paused. Paused time does not count.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The time that the end of a pager waits for its thread.
+/// The longest time that the end of a pager waits for its thread.
 const END_WAIT: Duration = Duration::from_secs(10);
 /// The library that chunks are counted under.
 const LIBRARY: &str = "paged";
@@ -74,13 +73,13 @@ pub struct WindowSize {
     pub window_bytes: u64,
     /// The size of a chunk, a multiple of the device's granularity.
     pub chunk_bytes: u64,
-    /// The most device memory that chunks may take, in bytes. [`WHAT_IS_LEFT`]: as much as there is, less 1 GiB.
+    /// The most device memory that chunks may take, in bytes. [`WHAT_IS_LEFT`]: all that there is, less 1 GiB.
     pub frames_bytes: u64,
 }
 
-/// Frames for as much as the device and the budget give. 1 GiB of the device stays free, for what the pool does not see.
+/// Frames for as much as the device and the budget give. 1 GiB of the device stays free, for memory that the pool does not see.
 pub const WHAT_IS_LEFT: u64 = u64::MAX;
-/// So much, in bytes.
+/// The device memory that [`WHAT_IS_LEFT`] leaves free, in bytes.
 const LEFT_FREE_BYTES: u64 = 1 << 30;
 
 /// The window of one device. Any thread may call; none may be inside the pool's gate.
@@ -89,7 +88,7 @@ pub struct Pager<D: Driver> {
     shared: Arc<PagedWindow<D>>,
 }
 
-/// By how much host memory may grow that holds so many bytes.
+/// Says by how much host memory may grow, given the bytes that it holds.
 type Budget = Box<dyn Fn(u64) -> HostBudget + Send + Sync>;
 
 struct PagedWindow<D: Driver> {
@@ -101,11 +100,12 @@ struct PagedWindow<D: Driver> {
     leaves_bytes: u64,
     host_budget: Budget,
     table: Mutex<WindowChunks>,
-    /// One at a time gives out spans: the next may share a chunk whose row is not entered yet. True: nothing is given out any more.
+    /// Held by the one thread that gives out a span: the next span may share a chunk whose row is not entered yet. True: no
+    /// more spans are given out.
     entering: Mutex<bool>,
-    /// The thread has done something, or is to do something.
+    /// Notified when the thread has done something, or is to do something.
     changed: Condvar,
-    /// The record of what calls use. Its lock is a leaf.
+    /// The record of the chunks that calls use. Its lock is a leaf.
     calls: Mutex<Calls>,
     /// Events that nobody uses now.
     spare: Arc<Mutex<Vec<RawEvent>>>,
@@ -127,19 +127,19 @@ impl<D: Driver> PagedWindow<D> {
         VaRange::new(DeviceAddress(start), self.chunk_bytes)
     }
 
-    /// Addresses for copies, of one number: they lie behind the window.
+    /// The addresses for copies with the number `slot`. They stand behind the window.
     fn range_aside(&self, slot: usize) -> VaRange {
         let start = self.window.end().0 + slot as u64 * self.chunk_bytes;
         VaRange::new(DeviceAddress(start), self.chunk_bytes)
     }
 
-    /// The window with the addresses for copies.
+    /// The window, with the addresses for copies behind it.
     fn reserved(&self) -> VaRange {
         let aside_bytes = SLOTS as u64 * self.chunk_bytes;
         VaRange::new(self.window.start, self.window.size_bytes + aside_bytes)
     }
 
-    /// An event that nobody uses. The window's context is current.
+    /// Returns an event that nobody uses. The window's context is current.
     fn mark(&self) -> PoolResult<Mark> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let made = || self.pool.driver().event_create();
@@ -148,7 +148,7 @@ impl<D: Driver> PagedWindow<D> {
         Ok(Mark::new(event, &self.spare))
     }
 
-    /// The span that begins here is gone: freed chunks that are away, with their rows. `None`: there is no such span.
+    /// Removes the span that begins here. Returns its freed chunks that are away, with their rows. `None`: no span begins here.
     fn free(&self, start: u64) -> Option<Vec<(usize, VirtualHandle)>> {
         let mut table = self.table();
         let mut calls = self.calls();
@@ -160,7 +160,7 @@ impl<D: Driver> PagedWindow<D> {
         Some(table.take_freed())
     }
 
-    /// The device has failed.
+    /// Records that the device has failed.
     fn breaks(&self, error: DriverError) {
         let about = || "work that uses paged memory".to_owned();
         let error = Err::<(), _>(error).about(about, 0, Some(self.device));
@@ -168,13 +168,13 @@ impl<D: Driver> PagedWindow<D> {
         self.changed.notify_all();
     }
 
-    /// Threads that wait for the pager hear that it has ended.
+    /// Tells threads that wait for the pager that it has ended.
     fn say_it_has_ended(&self) {
         self.table().has_ended = true;
         self.changed.notify_all();
     }
 
-    /// Waits until `look` says something, for `limit` of the time that the process is not paused.
+    /// Waits until `look` returns a result, for at most `limit`. Paused time does not count.
     fn wait_for<T>(
         &self,
         limit: Duration,
@@ -208,8 +208,8 @@ impl<D: Driver> PagedWindow<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// A window on `device`, with nothing in it. `host_budget` is told how much host memory the process holds for contents, in
-    /// bytes, and answers by how much it may grow. It is asked before host memory is taken, on threads that call here, and the
+    /// Opens an empty window on `device`. `host_budget` gets the host memory that the process holds for contents, in bytes, and
+    /// answers by how much that may grow. It is called before host memory is taken, on threads that call here, and on the
     /// pager's. *Blocks* on the driver.
     ///
     /// # Errors
@@ -281,9 +281,9 @@ impl<D: Driver> Pager<D> {
         Ok(told.recv().map_err(|_| ended)??)
     }
 
-    /// Addresses for `size_bytes`, at a multiple of 512. They may share their first and last chunk with other spans. Bytes
-    /// of chunks that are theirs alone are zero, others are what a freed span has left there. Takes no device memory, and no host
-    /// memory yet.
+    /// Returns addresses for `size_bytes`, at a multiple of 512. They may share their first and last chunk with other spans.
+    /// Bytes of chunks that only this span has are zero. Others have what a freed span has left there. Takes no device memory,
+    /// and no host memory yet.
     ///
     /// # Errors
     /// [`PageError::NoBytes`]; [`PageError::WindowFull`]; [`PageError::OutOfHostMemory`] when copies of all that is paged would not fit the host.
@@ -323,7 +323,7 @@ impl<D: Driver> Pager<D> {
             bare.iter().zip(rows).for_each(|(&chunk, row)| table.entered(chunk, row));
         }
         if let Err(error) = inserted {
-            // What it shares with a span that was freed meanwhile comes out too.
+            // Chunks shared with a span that was freed meanwhile are among these too.
             thread::remove(shared, shared.free(start).unwrap_or_default());
             let mut table = shared.table();
             for &chunk in &bare {
@@ -334,7 +334,7 @@ impl<D: Driver> Pager<D> {
         Ok(DeviceAddress(shared.window.start.0 + start))
     }
 
-    /// Nothing is given out from now on, if all that was has been freed. Is that so?
+    /// Closes the window to new spans if all spans were freed. Returns whether it is closed.
     pub fn close_if_empty(&self) -> bool {
         let shared = &self.shared;
         let mut is_closed = shared.entering.lock().unwrap_or_else(PoisonError::into_inner);
@@ -348,7 +348,8 @@ impl<D: Driver> Pager<D> {
         Ok(self.shared.pool.insert_with_home(device, range, class)?)
     }
 
-    /// Gives a span up, which nobody holds. The device memory of chunks that are no other's goes when their last use is over.
+    /// Frees a span, which nobody holds. Chunks that belong to no other span give up their device memory when their last use is
+    /// over.
     ///
     /// # Errors
     /// [`PageError::NotPaged`].
@@ -356,13 +357,13 @@ impl<D: Driver> Pager<D> {
         let shared = &self.shared;
         let start = span.0.checked_sub(shared.window.start.0);
         let away = start.and_then(|start| shared.free(start));
-        // They have no memory: nothing is called.
+        // These chunks have no memory, so no driver call is made.
         thread::remove(shared, away.ok_or(PageError::NotPaged { address: span })?);
         shared.changed.notify_all();
         Ok(())
     }
 
-    /// The chunks of `spans`, those of two spans twice.
+    /// Returns the chunks of `spans`. A chunk of two spans is there twice.
     fn chunks_of(&self, spans: &[DeviceAddress]) -> PageResult<Vec<usize>> {
         let calls = self.shared.calls();
         let mut all = Vec::new();
@@ -374,8 +375,8 @@ impl<D: Driver> Pager<D> {
         Ok(all)
     }
 
-    /// Has all of `spans` be mapped until [`Pager::release`], for callers that need that without a launch: it waits for at most
-    /// `limit` of the time that the process is not paused. *Blocks.*
+    /// Keeps all of `spans` mapped until [`Pager::release`], for callers that need that without a launch. Waits for at most
+    /// `limit`. Paused time does not count. *Blocks.*
     ///
     /// # Errors
     /// [`PageError::TooFewFrames`], [`PageError::NotPaged`] immediately. [`PageError::Late`] and what the driver or the
@@ -388,7 +389,7 @@ impl<D: Driver> Pager<D> {
         self.bring_still(&mut ids, limit)
     }
 
-    /// `spans` may leave again. Work that no call has shown has ended, and may have written there.
+    /// Lets `spans` leave again. Work that no call has shown has ended, and may have written there.
     ///
     /// # Errors
     /// [`PageError::NotPaged`].
@@ -399,8 +400,8 @@ impl<D: Driver> Pager<D> {
         Ok(())
     }
 
-    /// A hint that `spans` are used next, in this order, behind what was announced before: they come while the device does other
-    /// work, and leave only for somebody who waits.
+    /// Hints that `spans` are used next, in this order, after those announced before. They come while the device does other
+    /// work, and leave only for a caller who waits.
     ///
     /// # Errors
     /// [`PageError::NotPaged`].
@@ -411,8 +412,8 @@ impl<D: Driver> Pager<D> {
         Ok(())
     }
 
-    /// Waits until the host has all that was written by uses that have ended, for at most `limit` of the time that the process is
-    /// not paused. What a graph uses is in use for good. *Blocks.*
+    /// Waits until the host has all writes of uses that have ended, for at most `limit`. Paused time does not count. Memory
+    /// that a graph uses is in use for good. *Blocks.*
     ///
     /// # Errors
     /// [`PageError::Late`].
@@ -431,11 +432,11 @@ impl<D: Driver> Pager<D> {
         flushed
     }
 
-    /// From now on chunks take at most so much device memory, and in `limit` no more than that. *Blocks.*
+    /// Limits the device memory of chunks from now on. Waits at most `limit` until they take no more. *Blocks.*
     ///
     /// # Errors
-    /// [`PageError::TooFewFrames`] when not one chunk fits; [`PageError::Late`] when uses do not end in time: it shrinks
-    /// when they do.
+    /// [`PageError::TooFewFrames`] when not one chunk fits; [`PageError::Late`] when uses do not end in time: the window
+    /// shrinks when they do.
     pub fn set_frames(&self, frames_bytes: u64, limit: Duration) -> PageResult<()> {
         let chunk_bytes = self.shared.chunk_bytes;
         let most = self.shared.window.size_bytes.min(frames_bytes);
@@ -451,15 +452,16 @@ impl<D: Driver> Pager<D> {
         self.shared.wait_for(limit, what, |table| fits(table).then_some(Ok(())))
     }
 
-    /// From now on what leaves without a copy is compared with the copy that the host has, by its device: a write that nobody has
-    /// shown is named in the log and in [`PageReport::unseen`], and kept. Each chunk that leaves waits for that.
+    /// Turns checks on. From now on the device compares each chunk that leaves without a copy with the copy on the host. A
+    /// write that nobody has shown is logged, is named in [`PageReport::unseen`], and is kept. Each chunk that leaves waits for
+    /// the comparison.
     pub fn check_writes(&self) {
         self.shared.table().checks.is_on = true;
     }
 }
 
 impl<D: Driver> Drop for Pager<D> {
-    /// Gives all of the window back when the last use is over. A paused process does that when it runs again.
+    /// Gives all of the window back when the last use is over. A paused process does so when it runs again.
     fn drop(&mut self) {
         let mut table = self.shared.table();
         table.is_ending = true;

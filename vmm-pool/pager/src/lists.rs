@@ -7,14 +7,14 @@
 //! | wanted | no new calls | all its calls are launched: ending, by the thread that finds that |
 //! | ending | one thread that puts an event behind it | the event is recorded: gone. The stream is captured: wanted |
 //!
-//! The launch of a graph does not say what it uses. Its list holds nothing of that, since graphs hold it themselves; what is freed
-//! meanwhile is added to the list.
+//! The launch of a graph does not say which chunks it uses. Its list holds none of them, since graphs hold them themselves.
+//! Chunks that are freed meanwhile are added to the list.
 
 use vmm_pool::driver::RawStream;
 
-/// Calls that one event stands behind at most.
+/// The most calls that one event stands behind.
 const CALLS_MAX: u32 = 64;
-/// Chunks that a list has at most, unless one call needs more.
+/// The most chunks that a list has, unless one call needs more.
 const CHUNKS_MAX: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,10 +28,10 @@ enum State {
 pub(super) struct List {
     number: u64,
     stream: RawStream,
-    /// Each is held once for it.
+    /// The chunks of the list. Each is held once for the list.
     pub(super) chunks: Vec<usize>,
     pub(super) has_graphs: bool,
-    /// Calls that have looked and not launched yet.
+    /// Calls that have looked up their chunks and are not launched yet.
     pending: u32,
     calls: u32,
     state: State,
@@ -69,7 +69,7 @@ impl Lists {
         &mut self.all[place]
     }
 
-    /// Enters a call that uses these, if they are held for its stream already. The number of its list.
+    /// Enters a call if its chunks are held for its stream already. Returns the number of its list.
     pub(super) fn enter(&mut self, ids: &[usize], stream: RawStream) -> Option<u64> {
         let list = self.all.iter_mut().find(|list| list.is_open_for(stream))?;
         if !ids.iter().all(|id| list.chunks.contains(id)) {
@@ -79,7 +79,7 @@ impl Lists {
         Some(list.number)
     }
 
-    /// Enters a call that uses these, which are held for it. The number of its list; those that were held for it already come back.
+    /// Enters a call whose chunks are held for it. Returns the number of its list, and the chunks that the list held already.
     pub(super) fn add(&mut self, ids: &[usize], stream: RawStream) -> (u64, Vec<usize>) {
         let list = self.open_or_new(stream);
         list.pending += 1;
@@ -96,7 +96,7 @@ impl Lists {
         self.all.iter().map(|list| u32::from(list.chunks.contains(&id))).sum()
     }
 
-    /// Enters the launch of a graph. The number of its list.
+    /// Enters the launch of a graph. Returns the number of its list.
     pub(super) fn add_graph(&mut self, stream: RawStream) -> u64 {
         let list = self.open_or_new(stream);
         list.pending += 1;
@@ -104,7 +104,7 @@ impl Lists {
         list.number
     }
 
-    /// A call of this list is launched. The stream, if the caller is to end the list.
+    /// Records that a call of this list is launched. Returns the stream if the caller is to end the list.
     pub(super) fn launched(&mut self, number: u64) -> Option<RawStream> {
         let list = self.all.iter_mut().find(|list| list.number == number)?;
         list.pending = list.pending.saturating_sub(1);
@@ -120,7 +120,7 @@ impl Lists {
         Some(list.stream)
     }
 
-    /// These are to end. The number that the next one would have.
+    /// Marks the chosen lists to end. Returns the number that the next list would have.
     pub(super) fn want(&mut self, chosen: impl Fn(RawStream) -> bool) -> u64 {
         for list in self.all.iter_mut().filter(|list| chosen(list.stream)) {
             if list.state == State::Open {
@@ -130,7 +130,7 @@ impl Lists {
         self.made + 1
     }
 
-    /// Those that are to end, and launched. The caller ends them.
+    /// Takes the lists that are to end and have no call left to launch. The caller ends them.
     pub(super) fn take(&mut self, chosen: impl Fn(RawStream) -> bool) -> Vec<(u64, RawStream)> {
         let is_ready = |list: &&mut List| list.state == State::Wanted && list.pending == 0;
         let ready = self.all.iter_mut().filter(is_ready).filter(|list| chosen(list.stream));
@@ -142,20 +142,21 @@ impl Lists {
             .collect()
     }
 
-    /// It cannot end now.
+    /// Marks a list to end later: it cannot end now.
     pub(super) fn postpone(&mut self, number: u64) {
         for list in self.all.iter_mut().filter(|list| list.number == number) {
             list.state = State::Wanted;
         }
     }
 
-    /// An event stands behind it, or nobody will know when it is over.
+    /// Removes a list: an event stands behind it, or nobody will know when its uses are over.
     pub(super) fn ended(&mut self, number: u64) -> Option<List> {
         let place = self.all.iter().position(|list| list.number == number)?;
         Some(self.all.swap_remove(place))
     }
 
-    /// Graphs hold these no more. How many lists do so instead, each once.
+    /// Moves chunks that graphs hold no more to the lists with graphs. Returns the number of those lists, each of which holds
+    /// each chunk once.
     pub(super) fn take_over(&mut self, ids: &[usize]) -> u32 {
         let mut lists = 0;
         for list in self.all.iter_mut().filter(|list| list.has_graphs) {
@@ -165,12 +166,12 @@ impl Lists {
         lists
     }
 
-    /// Has one of these not ended, of those with a number below this?
+    /// Is there a chosen list with a number below this that has not ended?
     pub(super) fn has(&self, chosen: impl Fn(RawStream) -> bool, below: u64) -> bool {
         self.all.iter().any(|list| chosen(list.stream) && list.number < below)
     }
 
-    /// Is one to end that is launched?
+    /// Is there a list to end whose calls are all launched?
     pub(super) fn is_any_ready(&self) -> bool {
         self.all.iter().any(|list| list.state == State::Wanted && list.pending == 0)
     }
@@ -235,7 +236,7 @@ mod tests {
         assert_eq!(lists.launched(ended), None);
         lists.want(|stream| stream == RawStream(8));
         assert_eq!(lists.take(|_| true), [(ended, RawStream(8))]);
-        // Another thread is about to end that one.
+        // Another thread is about to end that list.
         let open = lists.add_graph(STREAM);
         assert_eq!(open, calls);
         assert_eq!(lists.take_over(&[4, 5]), 2);

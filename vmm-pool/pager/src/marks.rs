@@ -1,4 +1,4 @@
-//! Events of the pager's, behind uses and copies.
+//! Events of the pager behind uses and copies.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vmm_pool::InUse;
 use vmm_pool::driver::RawEvent;
 
-/// An event. When nobody knows it any more it is used again.
+/// An event. It is used again when nobody refers to it any more.
 pub(super) struct Mark {
     pub(super) event: RawEvent,
     spare: Arc<Mutex<Vec<RawEvent>>>,

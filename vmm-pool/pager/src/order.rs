@@ -1,26 +1,26 @@
-//! The order in which chunks are used. What followed before follows again: a training step is like the one before it.
+//! The order in which chunks are used. It foretells that uses repeat: a training step is like the one before it.
 //!
-//! All uses are kept, up to a number. A cursor stands behind that place in them whose uses before it are most like the last
-//! ones. As long as the next use is what stands there, it moves on; else another place is found. Nothing depends on
-//! what is foretold but when chunks come, and which leave first.
+//! All uses are kept, up to a number. A cursor stands at a place in this record: the uses before that place are most like the
+//! last uses. If the next use is the one at the cursor, the cursor moves on. Otherwise another place is found. The forecast
+//! decides only when chunks come, and which leave first.
 
-/// Uses that are kept at least; twice as many at most.
+/// The least number of uses that are kept. At most twice as many are.
 const KEPT: usize = 1 << 14;
 /// The number of uses before a place that are compared.
 const COMPARED: usize = 48;
-/// Number of places that are compared, the last ones. Each launch that was not foretold pays for that.
+/// The number of places that are compared: the last ones. Each launch that was not foretold pays for that.
 const PLACES: usize = 64;
 
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(super) struct Order {
     uses: Vec<usize>,
-    /// The place of the next use in `uses`, if it is as before.
+    /// The place of the next use in `uses`, if the order is as before.
     cursor: Option<usize>,
 }
 
 impl Order {
-    /// This chunk is used. False if that was not foretold.
+    /// Records a use of this chunk. False if it was not foretold.
     pub(super) fn used(&mut self, id: usize) -> bool {
         if self.uses.last() == Some(&id) {
             return true;
@@ -35,19 +35,19 @@ impl Order {
         as_foretold.is_some()
     }
 
-    /// The uses of the last step. Empty as long as what comes next is not foretold.
+    /// Returns the uses of the last step. Empty while the next use is not foretold.
     pub(super) fn step(&self) -> Vec<usize> {
         // The cursor may stand several steps back.
         let step = self.cursor.and_then(|_| self.uses.get(self.place()?..));
         step.unwrap_or_default().to_vec()
     }
 
-    /// The last use of all.
+    /// The chunk that was used last.
     pub(super) fn last(&self) -> Option<usize> {
         self.uses.last().copied()
     }
 
-    /// Behind the place that is most like the end, the last of those.
+    /// Finds the place whose uses before it are most like the last uses. Of equals it takes the last.
     fn place(&self) -> Option<usize> {
         let now = self.uses.len();
         let (last, before) = self.uses.split_last()?;
@@ -62,7 +62,7 @@ impl Order {
         places.map(|(at, _)| at + 1).max_by_key(|at| (likeness(at - 1), *at))
     }
 
-    /// Counts the uses before the next one of each of so many chunks. What is not foretold has the largest number.
+    /// Counts the uses before the next use of each of `chunks` chunks. Chunks that are not foretold have the largest number.
     pub(super) fn next_uses(&self, chunks: usize) -> Vec<usize> {
         let mut next = vec![usize::MAX; chunks];
         let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();
@@ -79,7 +79,7 @@ impl Order {
         next
     }
 
-    /// The chunks that are used next, up to so many.
+    /// Returns the chunks that are used next, `count` at most.
     pub(super) fn ahead(&self, count: usize) -> Vec<usize> {
         let ahead = self.cursor.and_then(|at| self.uses.get(at..)).unwrap_or_default();
         let mut found = Vec::new();
@@ -94,7 +94,7 @@ impl Order {
         found
     }
 
-    /// These are others' from now on.
+    /// Removes these chunks from the record: they belong to others from now on.
     pub(super) fn forget(&mut self, ids: &[usize]) {
         let known = self.uses.len();
         self.uses.retain(|id| !ids.contains(id));
@@ -125,7 +125,7 @@ mod tests {
         assert!(missed <= 2, "{missed}: where the first step begins again");
         let missed = step.iter().filter(|id| !order.used(**id)).count();
         assert_eq!(missed, 0);
-        // The last of one step is the first of the next, and what is used twice in a row counts once.
+        // The last use of one step is the first of the next. Two uses of a chunk in a row count once.
         let mut once = step.clone();
         once.dedup();
         assert_eq!(once.pop(), Some(once[0]));
@@ -153,7 +153,8 @@ mod tests {
         assert!(order.ahead(1).is_empty());
     }
 
-    /// Misses in each round of a cache of `frames` chunks, which gives up the one that `next_uses` says is used last.
+    /// Counts the misses in each round of a cache of `frames` chunks. The cache gives up the chunk that is used last by
+    /// `next_uses`.
     fn misses(
         rounds: &[Vec<usize>],
         frames: usize,
@@ -192,13 +193,13 @@ mod tests {
                 order.next_uses(CHUNKS)
             });
             let mut left = rounds.concat().into_iter();
-            // Belady's, which knows what comes.
+            // This is Belady's choice, which knows the coming uses.
             let least = misses(&rounds, 6, |_| {
                 left.next();
                 let next = |id| left.clone().position(|use_of| use_of == id);
                 (0..CHUNKS).map(|id| next(id).unwrap_or(usize::MAX)).collect()
             });
-            // Of the last round nobody knows the next.
+            // Nobody knows what follows the last round.
             let known = ours[2..23].iter().zip(&least[2..]);
             assert!(known.clone().all(|(ours, least)| *ours <= least + 1), "{ours:?} {least:?}");
             let more: usize = known.map(|(ours, least)| ours - least.min(ours)).sum();

@@ -1,25 +1,25 @@
 //! The choice of addresses for windows.
 //!
-//! The memory that a launch names is found by the launch's words. The driver gives addresses from 8 GiB upwards, and a
-//! word there is also a pair of small numbers: sizes, strides or counters. Each such pair would be taken for a use of
-//! some chunk. So windows lie far away, where the upper half of an address is a number that kernels are hardly given.
+//! The words of a launch show the memory that it names. The driver gives addresses from 8 GiB upwards, where a word may also be
+//! a pair of small numbers: sizes, strides or counters. Each such pair would count as a use of some chunk. So windows have far
+//! higher addresses. The upper half of such an address is a number that kernels are hardly ever given.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vmm_pool::driver::{DeviceAddress, Driver, DriverResult, VaRange};
 
-/// From here to there. Programs lie below, their libraries and stacks above.
+/// The range for windows. Programs are below it, their libraries and stacks above.
 const FIRST: u64 = 0x5b1d << 32;
 const END: u64 = 0x7000 << 32;
-/// Windows begin at a multiple of it, and leave as much between them.
+/// Windows begin at a multiple of this, and leave as much between them.
 const STEP: u64 = 1 << 32;
 /// The address at which the next window of this process is tried.
 static NEXT: AtomicU64 = AtomicU64::new(FIRST);
 
-/// Addresses for a window of so many bytes. If the driver has others at the place, it gives what it has.
+/// Reserves addresses for a window of `size_bytes`. The driver may choose another place than the preferred one.
 ///
 /// # Driver calls
-/// `cuMemAddressReserve`, whose fifth argument is where the caller would like it.
+/// `cuMemAddressReserve`, whose fifth argument is the address that the caller prefers.
 pub(super) fn reserve<D: Driver>(driver: &D, size_bytes: u64) -> DriverResult<VaRange> {
     let far = DeviceAddress(next(size_bytes));
     let start = driver
@@ -34,7 +34,7 @@ fn next(size_bytes: u64) -> u64 {
     };
     let place = |next: u64| if behind(next).is_some_and(|end| end <= END) { next } else { FIRST };
     let stepped = NEXT.try_update(Ordering::Relaxed, Ordering::Relaxed, |next| behind(place(next)));
-    // Only a size that no device has has no place.
+    // Only a size that no device has finds no place.
     place(stepped.unwrap_or(FIRST))
 }
 

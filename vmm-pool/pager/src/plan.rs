@@ -1,5 +1,5 @@
-//! The amount that would come in a step with other frames: the order of the last step, replayed with the best choice of
-//! what leaves. Pure.
+//! Forecasts the bytes that would come in a step with another number of frames. It replays the order of the last step with the
+//! best choice of chunks that leave. Pure.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use vmm_pool::driver::Driver;
 
 use super::Pager;
 
-/// The amount that a step would bring to the device with so many frames.
+/// The bytes that a step would bring to the device with so many frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Planned {
     /// Device memory for chunks, in bytes.
@@ -17,14 +17,14 @@ pub struct Planned {
     pub in_bytes: u64,
 }
 
-/// Shares of all chunks that are tried: parts, and of how many.
+/// Shares of all chunks that are tried, as numerator and denominator.
 const SHARES: [(usize, usize); 10] =
     [(1, 12), (1, 8), (1, 6), (1, 4), (1, 3), (1, 2), (2, 3), (3, 4), (7, 8), (1, 1)];
 
-/// Chunks that come in a step which is like the one before, if what is used last leaves first (Belady).
+/// Counts the chunks that come in a step like the one before, if the chunk that is used last leaves first (Belady).
 fn misses(step: &[usize], frames: usize) -> usize {
     let chunks = step.iter().max().map_or(0, |most| most + 1);
-    // Of each use in two rounds, when the same chunk is used next.
+    // For each use in two rounds: the next use of the same chunk.
     let mut seen = vec![usize::MAX; chunks];
     let mut next = vec![usize::MAX; 3 * step.len()];
     for at in (0..3 * step.len()).rev() {
@@ -46,8 +46,8 @@ fn misses(step: &[usize], frames: usize) -> usize {
 }
 
 impl<D: Driver> Pager<D> {
-    /// Works out what a step would bring with other frames, by the order of the last one. Empty as long as no step was
-    /// like the one before. It takes some milliseconds of the calling thread.
+    /// Forecasts the bytes that a step would bring with other frames, by the order of the last step. Empty while no step was
+    /// like the one before. Takes some milliseconds of the calling thread.
     pub fn plan(&self) -> Vec<Planned> {
         let step = self.shared.calls().order.step();
         let chunk_bytes = self.shared.chunk_bytes;
@@ -71,7 +71,7 @@ mod tests {
         // All but those that stay: of four, four and three by turns.
         assert_eq!([1, 4, 11, 12].map(|frames| misses(&around, frames)), [12, 8, 1, 0]);
         let there_and_back: Vec<_> = (0..12).chain((0..12).rev()).collect();
-        // At each end the frames are used again: two passes, each without them.
+        // At each end the chunks in the frames are used again. So each of the two passes brings all other chunks.
         assert_eq!([4, 8, 12].map(|frames| misses(&there_and_back, frames)), [16, 8, 0]);
         assert_eq!(misses(&[3, 3, 5], 1), 2);
     }

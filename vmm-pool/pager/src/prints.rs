@@ -1,10 +1,11 @@
-//! Was a chunk written by calls that may have? Its device says, by fingerprints of its pieces.
+//! Fingerprints of chunks: by them a device says whether calls have written a chunk.
 //!
-//! A launch does not say if it writes what it names. So while a chunk is copied out its fingerprints are taken, on another stream.
-//! With checks the copy waits for them. The next time they are taken first: where they are the same, its place has its contents. So frozen weights are copied out once.
+//! A launch does not say whether it writes the memory that it names. So the fingerprints of a chunk are taken while it is
+//! copied out, on another stream. With checks the copy waits for them. The next time the fingerprints are taken first. If they
+//! are the same, the host has the chunk's contents already. So frozen weights are copied out once.
 //!
-//! A pause may write to the place of a chunk. It unmaps the chunk then, so fingerprints count only if the chunk has been mapped
-//! all the time since, but for the pager's own doing.
+//! A pause may write to a chunk's place in host memory. The pause unmaps the chunk then. So fingerprints count only if nobody
+//! but the pager has unmapped the chunk since.
 
 #![expect(unsafe_code, reason = "asks devices through the driver")]
 
@@ -14,15 +15,16 @@ use std::sync::Arc;
 use vmm_pool::driver::{DeviceOrdinal, Driver, Fingerprint, PieceSlot, RawStream, VaRange};
 use vmm_pool::{Describe, Pinned, PoolResult};
 
-/// Pieces of a chunk: each is one block of threads.
+/// The number of pieces of a chunk: one block of threads handles each.
 pub(super) const PIECES: usize = 64;
-/// Chunks that are asked about simultaneously at most. Each waits for room next to the kernels that run, which takes longer than a copy.
+/// The most chunks that devices are asked about simultaneously. Each question waits for room next to the kernels that run,
+/// which takes longer than a copy.
 pub(super) const QUESTIONS: usize = 8;
 
 /// The fingerprints of what a chunk held.
 pub(super) type Prints = Arc<[Fingerprint]>;
 
-/// Pinned memory for questions.
+/// Pinned memory for the questions to a device.
 #[derive(Debug)]
 pub(super) struct Questions<D: Driver> {
     pinned: Pinned<D>,
@@ -37,7 +39,8 @@ impl<D: Driver> Questions<D> {
         Ok(Self { pinned, driver: Arc::clone(driver), device })
     }
 
-    /// Asks for the fingerprints of a chunk that stays mapped until `stream` has passed; nobody is asked by this number now.
+    /// Asks for the fingerprints of a chunk. The chunk stays mapped until `stream` has passed. No other question has this
+    /// number now.
     pub(super) fn ask(
         &mut self,
         number: usize,
@@ -55,13 +58,13 @@ impl<D: Driver> Questions<D> {
         asked.about(|| "fingerprints of a chunk".to_owned(), chunk.size_bytes, Some(self.device))
     }
 
-    /// The answer, once the stream has passed.
+    /// Returns the answer. The stream has passed.
     pub(super) fn answer(&mut self, number: usize) -> Prints {
         let slots = self.pinned.slots(number * PIECES..(number + 1) * PIECES);
         slots.iter().map(|slot| slot.print()).collect()
     }
 
-    /// The stream may not have passed: the memory stays pinned for good.
+    /// Leaves the memory pinned for good: the stream may not have passed.
     pub(super) fn keep_for_good(self) {
         self.pinned.keep_for_good();
     }

@@ -1,4 +1,4 @@
-//! The report of a pager about itself.
+//! The report of a pager.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,22 +10,22 @@ use super::prints::PIECES;
 use super::table::{Chunk, Unseen};
 use super::{PagedWindow, Pager};
 
-/// The report of what a pager holds and has done.
+/// The state of a pager, and the counts of its work so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PageReport {
     /// Size of one chunk, in bytes.
     pub chunk_bytes: u64,
-    /// All spans, in bytes of the chunks that they take together.
+    /// The chunks that all spans take together, in bytes.
     pub paged_bytes: u64,
-    /// The most device memory that they may take, in bytes.
+    /// The most device memory that the chunks may take, in bytes.
     pub frames_bytes: u64,
-    /// The device memory that they take now, in bytes.
+    /// The device memory that the chunks take now, in bytes.
     pub resident_bytes: u64,
-    /// The memory that may not leave, in bytes: something else holds it there.
+    /// The memory that may not leave, in bytes: something else keeps it on the device.
     pub stays_bytes: u64,
     /// Bytes copied to the host so far.
     pub out_bytes: u64,
-    /// Bytes that were not, because a device has said that they are as they were.
+    /// Bytes that were not copied to the host, because a device has said that they are unchanged.
     pub unchanged_bytes: u64,
     /// Bytes copied to the device so far.
     pub in_bytes: u64,
@@ -33,18 +33,17 @@ pub struct PageReport {
     pub exchanges: u64,
     /// Chunks that were given a frame so far.
     pub remaps: u64,
-    /// For how long the driver has mapped and unmapped chunks, in microseconds.
+    /// The time that the driver has spent to map and unmap chunks, in microseconds.
     pub remap_us: u64,
     /// Uses that found all of their memory on the device.
     pub hits: u64,
-    /// Uses that did not.
+    /// Uses that did not find all of their memory on the device.
     pub misses: u64,
-    /// Calls that named memory that is paged. Those that found what the calls before them on their stream used are
-    /// no more than counted here.
+    /// Calls that named paged memory. A call whose chunks earlier calls on its stream used counts only here.
     pub calls: u64,
-    /// For how long calls have waited, in microseconds.
+    /// The time that calls have waited, in microseconds.
     pub waited_us: u64,
-    /// Writes that nobody has shown, of those that a check has found the first ones.
+    /// The first of the writes that nobody has shown, as checks have found them.
     #[serde(default)]
     pub unseen: Vec<UnseenWrite>,
     /// The place of each chunk now, as a letter, in the order of their addresses: `a` away, `i` on its way in, `h` on
@@ -53,12 +52,12 @@ pub struct PageReport {
     pub chunks: String,
 }
 
-/// The counts of what a window has done so far, in chunks, and of its uses.
+/// The counts of a window's work so far, in chunks, and of its uses.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) copied_out: u64,
     pub(super) copied_in: u64,
-    /// Those that were not copied out, for they were as their copies.
+    /// Chunks that were not copied out, because they were the same as their copies.
     pub(super) unchanged: u64,
     pub(super) exchanges: u64,
     pub(super) hits: u64,
@@ -74,15 +73,15 @@ pub struct UnseenWrite {
     pub chunk: usize,
     /// The first address of the pieces of the chunk that were written.
     pub address: u64,
-    /// From there to the end of the last of them, in bytes.
+    /// The bytes from there to the end of the last written piece.
     pub size_bytes: u64,
-    /// The start of the allocation that they belong to; 0 if it is freed.
+    /// The start of the allocation that the pieces belong to; 0 if it is freed.
     pub span: u64,
-    /// Its size, in bytes.
+    /// The size of that allocation, in bytes.
     pub span_bytes: u64,
-    /// The number of the use of this window that used the chunk last before it.
+    /// The number of the last use of the chunk before the write, counted in this window.
     pub after_use: u64,
-    /// The number of uses that there were when the write was found.
+    /// The number of the window's uses when the write was found.
     pub before_use: u64,
 }
 
@@ -118,7 +117,7 @@ impl<D: Driver> PagedWindow<D> {
 }
 
 impl<D: Driver> Pager<D> {
-    /// Reports what the pager holds and has done.
+    /// Reports the state of the pager and the counts of its work.
     pub fn report(&self) -> PageReport {
         let (calls, waited) = self.shared.calls().counts();
         let table = self.shared.table();

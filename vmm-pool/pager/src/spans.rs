@@ -1,4 +1,4 @@
-//! The spans of a window, which callers have.
+//! The spans of a window: the address ranges that callers have.
 
 use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
@@ -9,9 +9,9 @@ const ALIGNMENT_BYTES: u64 = 512;
 /// The spans of one window.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
-    /// Their starts in the window and sizes, in bytes.
+    /// The start of each span in the window, and its size, in bytes.
     all: BTreeMap<u64, u64>,
-    /// No byte of the window before it can be given out.
+    /// No byte of the window before this one is free.
     pub(super) full_bytes: u64,
     window_bytes: u64,
     chunk_bytes: u64,
@@ -22,12 +22,12 @@ impl Spans {
         Self { all: BTreeMap::new(), full_bytes: 0, window_bytes, chunk_bytes }
     }
 
-    /// Was all freed that was given out?
+    /// Were all spans freed?
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 
-    /// So many bytes that belong to no span, nor to a chunk that is `freed`: where they begin, and their chunks.
+    /// Finds `size_bytes` that belong to no span and to no `freed` chunk. Returns their start and their chunks.
     pub(super) fn take(
         &mut self,
         size_bytes: u64,
@@ -64,12 +64,12 @@ impl Spans {
         index(start)..index(start + size_bytes - 1) + 1
     }
 
-    /// The chunks of the span that begins here.
+    /// Returns the chunks of the span that begins here.
     pub(super) fn chunks_of(&self, start: u64) -> Option<Range<usize>> {
         Some(self.chunks(start, *self.all.get(&start)?))
     }
 
-    /// Puts the chunks of all spans that these ranges of the window meet into `ids`.
+    /// Adds the chunks of all spans that these ranges of the window meet to `ids`.
     pub(super) fn meet(
         &self,
         ranges: impl Iterator<Item = RangeInclusive<u64>>,
@@ -85,7 +85,7 @@ impl Spans {
         ids.dedup();
     }
 
-    /// The span that begins here is gone. Its chunks come out.
+    /// Removes the span that begins here. Returns its chunks.
     pub(super) fn remove(&mut self, start: u64) -> Option<Range<usize>> {
         let ids = self.chunks_of(start)?;
         self.all.remove(&start);
@@ -93,7 +93,7 @@ impl Spans {
         Some(ids)
     }
 
-    /// The start and size of the last span that one of these bytes of the window belongs to.
+    /// Returns the start and size of the last span that has one of these bytes of the window.
     pub(super) fn at(&self, bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
         let last = self.all.range(..=*bytes.end()).next_back();
         let (start, size_bytes) = last.map(|(start, size_bytes)| (*start, *size_bytes))?;

@@ -1,9 +1,10 @@
 //! The pager's knowledge of the chunks of one window: a pure table, with no driver, clock or lock.
 //!
-//! `state` has the places of a chunk. Away its row is offloaded and set aside, on its way it is moving, and here it is resident.
+//! `state` has the places of a chunk. The row of a chunk is offloaded and set aside while the chunk is away. The row is moving
+//! while the chunk is on its way, and resident while it is here.
 //!
-//! *Idle* is what nobody holds, with every use and every copy over. An idle chunk is *clean* if nothing was written since its
-//! last copy out began and that copy is over.
+//! An *idle* chunk is one that nobody holds, whose uses and copies are all over. An idle chunk is *clean* if nothing was
+//! written since its last copy out began, and that copy is over.
 //!
 //! Callers have *spans*, which begin and end anywhere and may share chunks. A chunk is held, used and written by each
 //! of its spans, and is freed when the last of them is.
@@ -32,7 +33,7 @@ use super::marks::Mark;
 use super::report::Figures;
 use super::spans::Spans;
 
-/// A question about a chunk, by its number, that the device has answered.
+/// A question that the device has answered: the chunk, the number of the question, and its `Out`.
 pub(super) type Answered = (usize, usize, Out);
 
 /// See the head of this module.
@@ -50,15 +51,15 @@ pub(super) struct WindowChunks {
     /// The device has failed.
     pub(super) broken: Option<Arc<PageError>>,
     pub(super) figures: Figures,
-    /// Questions that were answered, and nobody has looked.
+    /// Answered questions whose answers nobody has read yet.
     answered: Vec<Answered>,
     /// The search for writes that nobody has shown.
     pub(super) checks: Checks,
-    /// Behind launches of graphs that are not known to be over.
+    /// Events behind launches of graphs that are not known to be over.
     graph_uses: Vec<Arc<Mark>>,
-    /// Uses that the driver did not say the end of.
+    /// The number of uses whose end the driver did not report.
     pub(super) lost_uses: usize,
-    /// Addresses for copies where something is mapped for good.
+    /// The addresses for copies where something is mapped for good.
     pub(super) lost_slots: Vec<usize>,
 }
 
@@ -67,12 +68,12 @@ impl WindowChunks {
         Self { demand: Demand::new(frames), ..Self::default() }
     }
 
-    /// Chunks that have a frame, or are about to.
+    /// The number of chunks that have a frame, or are about to get one.
     pub(super) fn resident(&self) -> usize {
         self.resident
     }
 
-    /// A change in the place of a chunk.
+    /// Changes the place of a chunk.
     pub(super) fn change(&mut self, id: usize, event: ChunkEvent) {
         let chunk = &mut self.chunks[id];
         self.resident -= usize::from(!chunk.is_away());
@@ -85,8 +86,8 @@ impl WindowChunks {
         &self.chunks
     }
 
-    /// So many bytes of the window that belong to no span, and the chunks among them that have no row: the caller gives each
-    /// one.
+    /// Allocates `size_bytes` of the window that belong to no span. Also returns the chunks among them that have no row: the
+    /// caller gives each a row.
     pub(super) fn alloc(
         &mut self,
         spans: &mut Spans,
@@ -102,9 +103,10 @@ impl WindowChunks {
         Some((start, ids.filter(|&id| self.chunks[id].row.is_none()).collect()))
     }
 
-    /// The span of these is gone. Those of no other come out, freed: they are [`WindowChunks::gone`] when their rows are. What is on
-    /// the device goes when its uses are over, also those that another thread is about to end. A call may wait for one because its
-    /// parameters have the address by chance: that comes first.
+    /// Removes the span of these chunks. Returns its chunks that belong to no other span and are freed: they are
+    /// [`WindowChunks::gone`] when their rows are. Chunks on the device go when their uses are over, also those that another
+    /// thread is about to end. A call may wait for a freed chunk because its parameters have the address by chance. Then that
+    /// call comes first.
     pub(super) fn free(&mut self, ids: Range<usize>) -> Vec<usize> {
         for chunk in &mut self.chunks[ids.clone()] {
             chunk.spans = chunk.spans.map(|spans| spans - 1);
@@ -115,14 +117,14 @@ impl WindowChunks {
         freed
     }
 
-    /// All chunks that belong to nobody any more, are away and held by nobody, with their rows.
+    /// Takes the rows of all freed chunks that are away and that nobody holds. Returns the chunks with these rows.
     pub(super) fn take_freed(&mut self) -> Vec<(usize, VirtualHandle)> {
         let is_over = |chunk: &Chunk| chunk.is_freed() && chunk.is_away() && !chunk.is_held();
         let all = self.chunks.iter_mut().enumerate().filter(|(_, chunk)| is_over(chunk));
         all.filter_map(|(id, chunk)| Some((id, chunk.row.take()?))).collect()
     }
 
-    /// A chunk that was freed has no row any more: its addresses are anybody's.
+    /// Records that a freed chunk has no row any more: anybody may get its addresses.
     pub(super) fn gone(&mut self, id: usize) {
         debug_assert!(self.chunks[id].is_away(), "nothing of it is on the device");
         self.chunks[id] = Chunk::default();
@@ -133,7 +135,7 @@ impl WindowChunks {
         self.clock
     }
 
-    /// Could these, each named once, be held, with what is held already?
+    /// Can these chunks be held in addition to those that are held already? Each is named once.
     pub(super) fn fits(&self, ids: &[usize]) -> bool {
         let others = self.chunks.iter().enumerate();
         let others = others.filter(|(id, chunk)| {
@@ -143,7 +145,7 @@ impl WindowChunks {
         others.count() + ids.len() <= self.demand.frames()
     }
 
-    /// Somebody is about to use these: they stay, or come first. The time, in uses.
+    /// Holds these chunks for a use: they stay on the device, or come first. Returns the time, in uses.
     pub(super) fn hold(&mut self, ids: &[usize]) -> u64 {
         let now = self.tick();
         self.most_together = self.most_together.max(ids.len());
@@ -163,7 +165,7 @@ impl WindowChunks {
         now
     }
 
-    /// Nobody uses them after all.
+    /// Gives up the hold on these chunks without a use.
     pub(super) fn let_go(&mut self, ids: &[usize]) {
         for &id in ids {
             let chunk = &mut self.chunks[id];
@@ -179,7 +181,7 @@ impl WindowChunks {
         ids.iter().all(|&id| self.chunks[id].is_here())
     }
 
-    /// A use is over when `mark` is; without one it is over.
+    /// Records that a use is over when `mark` is. Without a mark it is over now.
     pub(super) fn used(&mut self, ids: &[usize], mark: Option<&Arc<Mark>>) {
         let now = self.tick();
         for &id in ids {
@@ -191,13 +193,13 @@ impl WindowChunks {
         }
     }
 
-    /// It may not leave: the next time others are asked before it.
+    /// Records that the chunk may not leave. The next time other chunks are tried before it.
     pub(super) fn used_now(&mut self, id: usize) {
         self.chunks[id].last = self.tick();
         self.chunks[id].is_refused = true;
     }
 
-    /// They will be used soon, in this order, behind what was announced before.
+    /// Records that these chunks will be used soon, in this order, after those announced before.
     pub(super) fn announce(&mut self, ids: &[usize]) {
         for &id in ids {
             let now = self.tick();
@@ -209,14 +211,14 @@ impl WindowChunks {
         }
     }
 
-    /// The next that is to come.
+    /// Returns the next chunk that is to come.
     pub(super) fn next_wanted(&self) -> Option<usize> {
-        // Others are filled meanwhile.
+        // The other chunks in the queue are being filled already.
         self.demand.queue().find(|id| self.chunks[*id].is_away())
     }
 
-    /// Takes an idle chunk out of use, for a copy out to begin or for its frame: a thread that wants it waits. Its row, and whether its
-    /// contents are somebody's. `None` if it is not idle.
+    /// Takes an idle chunk out of use, to begin a copy out or to take its frame. A thread that wants the chunk waits. Returns
+    /// its row, and whether it has contents that somebody needs. `None` if the chunk is not idle.
     pub(super) fn claim(&mut self, id: usize) -> Option<(VirtualHandle, bool)> {
         let chunk = &self.chunks[id];
         let row = chunk.row.filter(|_| chunk.is_idle())?;
@@ -225,56 +227,58 @@ impl WindowChunks {
         Some((row, has_contents))
     }
 
-    /// The same for its frame. `None` also if it was used since it was found ready.
+    /// Does the same to take the frame. `None` also if the chunk was used since it was found ready.
     pub(super) fn claim_ready(&mut self, id: usize) -> Option<(VirtualHandle, bool)> {
         if self.is_ready(id) { self.claim(id) } else { None }
     }
 
-    /// It has this row from now on.
+    /// The chunk has this row from now on.
     pub(super) fn entered(&mut self, id: usize, row: VirtualHandle) {
         self.chunks[id].row = Some(row);
     }
 
-    /// It may leave, or may not.
+    /// Records whether the chunk must stay.
     pub(super) fn set_stays(&mut self, id: usize, stays: bool) {
         self.chunks[id].stays = stays;
     }
 
-    /// The driver has refused to copy or unmap it.
+    /// Records that the driver has refused to copy or unmap the chunk.
     pub(super) fn refused(&mut self, id: usize) {
         self.chunks[id].is_refused = true;
     }
 
-    /// It is full, and the driver does not take it from the addresses for copies. Who waits for it is told.
+    /// Records that the driver does not unmap a full chunk from the addresses for copies. Threads that wait for it get the
+    /// error.
     pub(super) fn stuck(&mut self, id: usize, error: Arc<PageError>) {
         self.chunks[id].is_refused = true;
         self.chunks[id].failure = Some((self.clock, error));
     }
 
-    /// Somebody else may have written to its place in host memory, which has nothing any more if that `is_gone`.
+    /// Records that somebody else may have written to the chunk's place in host memory. If `is_gone`, the place has no contents
+    /// any more.
     pub(super) fn forget_copy(&mut self, id: usize, is_gone: bool) {
         self.chunks[id].contents.forget_copy(is_gone);
     }
 
-    /// It is where it was.
+    /// Puts a claimed chunk into use again.
     pub(super) fn unclaim(&mut self, id: usize) {
         self.change(id, ChunkEvent::Kept);
         self.demand.forget(id);
     }
 
-    /// Copies out that are under way.
+    /// The number of copies out that are under way.
     pub(super) fn copies_out(&self) -> usize {
         let outs = self.chunks.iter().filter_map(Chunk::out);
         outs.filter(|out| out.is_copy).count()
     }
 
-    /// Allows what the driver refused to be tried again.
+    /// Allows another try of all that the driver refused.
     pub(super) fn try_again(&mut self) {
         self.demand.widen();
         self.chunks.iter_mut().for_each(|chunk| chunk.is_refused = false);
     }
 
-    /// All spans are gone, and nobody holds anything any more.
+    /// Records that all spans are freed, and that nobody holds anything any more.
     pub(super) fn free_all(&mut self) {
         for chunk in &mut self.chunks {
             (chunk.spans, chunk.holders) = (chunk.spans.map(|_| 0), 0);
@@ -282,20 +286,20 @@ impl WindowChunks {
         self.demand.forget_all_but(|_| false);
     }
 
-    /// Is everything that was written saved, but for chunks that graphs use?
+    /// Are all writes saved, except those to chunks that graphs use?
     pub(super) fn is_all_clean(&self, captured: &[usize]) -> bool {
         let is_clean = |chunk: &Chunk| chunk.is_away() || chunk.is_clean();
         let mut chunks = self.chunks.iter().enumerate();
         chunks.all(|(id, chunk)| is_clean(chunk) || captured.contains(&id))
     }
 
-    /// It is mapped, with its contents.
+    /// Records that the chunk is mapped, with its contents.
     pub(super) fn came(&mut self, id: usize) {
         self.change(id, ChunkEvent::Came);
         self.demand.forget(id);
     }
 
-    /// It did not come. Who waits for it is told.
+    /// Records that the chunk did not come. Threads that wait for it get the error.
     pub(super) fn failed(&mut self, id: usize, error: Arc<PageError>) {
         if !self.chunks[id].is_away() {
             self.change(id, ChunkEvent::Failed);
@@ -305,7 +309,7 @@ impl WindowChunks {
         self.demand.forget(id);
     }
 
-    /// All that is on its way and may be over.
+    /// Returns the events that may be over, behind all uses and copies under way.
     pub(super) fn marks(&self) -> Vec<Arc<Mark>> {
         let of_chunks = self.chunks.iter().flat_map(Chunk::marks);
         let mut marks: Vec<_> = of_chunks.chain(&self.graph_uses).cloned().collect();
@@ -314,7 +318,7 @@ impl WindowChunks {
         marks
     }
 
-    /// These are over.
+    /// Records that these events are over.
     pub(super) fn are_over(&mut self, over: &[Arc<Mark>]) {
         let is_over = |mark: &Arc<Mark>| over.iter().any(|known| Arc::ptr_eq(known, mark));
         self.graph_uses.retain(|mark| !is_over(mark));
@@ -326,7 +330,7 @@ impl WindowChunks {
     }
 }
 
-/// Each of these once.
+/// Returns each of these chunks once.
 pub(super) fn distinct(ids: &[usize]) -> Vec<usize> {
     let mut each = ids.to_vec();
     each.sort_unstable();

@@ -1,4 +1,4 @@
-//! The thread `sublet-pager`: it checks what is over, begins copies, and makes exchanges.
+//! The thread `sublet-pager`: it checks which events are over, begins copies, and exchanges frames.
 
 #![expect(unsafe_code, reason = "ends events through the driver")]
 
@@ -24,37 +24,38 @@ use super::prints::Questions;
 use super::table::{ChunkEvent, WindowChunks};
 use super::{PageResult, PagedWindow};
 
-/// Between two looks while something that is wanted waits for the device.
+/// The interval of checks while something that is wanted waits for the device.
 pub(super) const LOOK_SOON: Duration = Duration::from_micros(50);
-/// The same while nobody waits.
+/// The interval while nobody waits.
 const LOOK_LATER: Duration = Duration::from_millis(1);
-/// The same when nothing is under way: a message comes before.
+/// The interval when nothing is under way. A notification ends it sooner.
 const LOOK_SELDOM: Duration = Duration::from_secs(1);
-/// The time that somebody waits for the frame of what is used last. After that time any frame is taken.
+/// The time that a caller waits for the frame of the chunk that is used last. After that time any frame is taken.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Copies out under way at most, each with its question: what is queued behind them waits as long. Questions alone do not count.
+/// The most copies out under way, each with its question. Work queued behind them waits for all of them. Questions alone do not
+/// count.
 const COPIES_OUT_MAX: usize = 4;
 
 /// The next thing to do.
 enum Job {
-    /// Takes the frame of `victim`, or a new one, for `newcomer`, which is filled at the addresses for copies of this number.
+    /// Takes the frame of `victim`, or a new one, for `newcomer`, which is filled at the addresses for copies number `slot`.
     Bring {
         newcomer: usize,
         victim: Option<usize>,
         slot: usize,
     },
-    /// Copies this out.
+    /// Copies this chunk out.
     Clean(usize),
-    /// Gives the frame of this back to the driver.
+    /// Gives the frame of this chunk back to the driver.
     Shrink(usize),
-    /// Maps this, which is full at the addresses for copies of this number.
+    /// Maps this chunk, which is full at the addresses for copies of this number.
     Land(usize, usize),
     /// Looks again after this time.
     Wait(Duration),
     End,
 }
 
-/// Until the pager ends. `told` hears if it has begun.
+/// Runs until the pager ends. Tells `told` whether it has begun.
 pub(super) fn run<D: Driver>(shared: &Arc<PagedWindow<D>>, told: &Sender<PoolResult<()>>) {
     let copies = HomeCopies::new(&shared.pool, shared.device);
     let sights = BTreeMap::new();
@@ -69,16 +70,16 @@ pub(super) fn run<D: Driver>(shared: &Arc<PagedWindow<D>>, told: &Sender<PoolRes
     if has_begun {
         while pager.step() {}
         pager.end_streams();
-        // A window may end in a deep pause; its events are ended.
+        // The window may end in a deep pause, and its events are destroyed here.
         let _asking = shared.pool.door().pass();
         finish(shared);
     }
 }
 
-/// Frees all spans. Chunks that are away go immediately, and those on the device when uses and launches of graphs are over.
+/// Frees all spans. Chunks that are away go immediately. Chunks on the device go when uses and launches of graphs are over.
 fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
     if shared.table().lost_uses > 0 {
-        // Uses without an event behind them.
+        // Some uses have no event behind them.
         let _asking = shared.pool.door().pass();
         if let Err(error) = shared.pool.driver().synchronize() {
             if error.poisons_context() {
@@ -91,7 +92,7 @@ fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
     table.lost_uses = 0;
     let captured = {
         let mut calls = shared.calls();
-        // Of what has no event yet nobody knows when it is over.
+        // Nobody knows when a use without an event is over.
         if !calls.have_ended(u64::MAX) {
             return;
         }
@@ -101,7 +102,7 @@ fn remove_all<D: Driver>(shared: &PagedWindow<D>) {
     table.free_all();
 }
 
-/// Chunks whose spans were freed, and that are away now, go with their rows.
+/// Removes freed chunks that are away, with their rows.
 pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, gone: Vec<(usize, VirtualHandle)>) {
     for (chunk, row) in gone {
         shared.pool.remove_with_home(row);
@@ -109,7 +110,7 @@ pub(super) fn remove<D: Driver>(shared: &PagedWindow<D>, gone: Vec<(usize, Virtu
     }
 }
 
-/// Gives everything back: events, addresses.
+/// Gives the events and the addresses back.
 fn finish<D: Driver>(shared: &PagedWindow<D>) {
     let pool = &shared.pool;
     let spare = std::mem::take(&mut *shared.spare.lock().unwrap_or_else(PoisonError::into_inner));
@@ -129,20 +130,20 @@ fn finish<D: Driver>(shared: &PagedWindow<D>) {
 pub(super) struct Worker<'a, D: Driver> {
     pub(super) shared: &'a Arc<PagedWindow<D>>,
     copies: HomeCopies<'a, D>,
-    /// Past the gate while chunks are filled that are not mapped yet: a pause begins when they are. Copies to the device wait for
+    /// The gate, held while filled chunks are not mapped yet: a pause begins when they are. Copies to the device wait for
     /// nothing but each other.
     pub(super) stay: Option<Entered<'a, D>>,
-    /// The streams for questions: one waits for room next to the kernels that run, and copies do not wait for it.
+    /// The streams for questions. A question waits for room next to the kernels that run, and copies do not wait for it.
     asking: HomeCopies<'a, D>,
-    /// Made when somebody is first asked. `None` inside if the device cannot say.
+    /// Made for the first question. `None` inside if the device cannot answer.
     questions: OnceCell<Option<Questions<D>>>,
-    /// The chunk that somebody waits for, and since when.
+    /// The chunk that somebody waits for, and the start of that wait.
     pub(super) awaited: Option<(usize, Instant)>,
-    /// Since when there are fewer frames than there may be.
+    /// The time since which there are fewer frames than allowed.
     pub(super) narrowed: Option<Instant>,
     /// The chunk for whose frame another window was asked last.
     pub(super) asked_for: Option<usize>,
-    /// The state of each chunk as seen when its fingerprints were taken, or when it was mapped since.
+    /// The state of each chunk when its fingerprints were taken, or when it was mapped since.
     sights: BTreeMap<usize, Known>,
 }
 
@@ -153,7 +154,7 @@ impl<D: Driver> Worker<'_, D> {
         self.copies.streams().map(drop)
     }
 
-    /// No copy is under way, but on a device that has failed.
+    /// Waits for all copies, unless the device has failed. Then it drops the streams.
     fn end_streams(&mut self) {
         let is_broken = self.shared.table().broken.is_some();
         let ended = if is_broken { Ok(()) } else { self.finish_or_leave() };
@@ -168,13 +169,13 @@ impl<D: Driver> Worker<'_, D> {
         self.asking = HomeCopies::new(&self.shared.pool, self.shared.device);
     }
 
-    /// Waits for all that was begun. What does not end is left to the next pause.
+    /// Waits for all work that was begun. Work that does not end is left to the next pause.
     fn finish_or_leave(&mut self) -> PoolResult<()> {
         let _asking = self.shared.pool.door().pass();
         self.copies.finish_or_leave().and(self.asking.finish_or_leave())
     }
 
-    /// The same. A question that may be under way keeps its memory: another one must not have it.
+    /// Does the same. A question that may be under way keeps its memory, so that no other question gets it.
     fn finish_or_keep(&mut self) -> PoolResult<()> {
         let ended = self.finish_or_leave();
         if ended.is_err() {
@@ -183,7 +184,7 @@ impl<D: Driver> Worker<'_, D> {
         ended
     }
 
-    /// Does the next thing. False when the pager ends.
+    /// Takes the next step. False when the pager ends.
     fn step(&mut self) -> bool {
         self.look();
         self.widen();
@@ -234,9 +235,9 @@ impl<D: Driver> Worker<'_, D> {
         true
     }
 
-    /// Waits until somebody says something, for so long.
+    /// Waits for a notification, for at most `time`.
     fn sleep(&self, mut table: MutexGuard<'_, WindowChunks>, mut time: Duration) {
-        // A list that is to end and came meanwhile, or is of a stream that is captured.
+        // A list that is to end came meanwhile, or its stream is captured.
         if self.shared.calls().lists.is_any_ready() {
             time = time.min(LOOK_LATER);
         }
@@ -247,7 +248,7 @@ impl<D: Driver> Worker<'_, D> {
             table.try_again();
             let staying = table.staying_idle();
             drop(table);
-            // Why they stay may be over, and others wait for their room.
+            // The reasons why they stay may be over, and others wait for their room.
             for (chunk, row) in staying {
                 let stays = self.shared.pool.stays_home(row, false);
                 self.shared.table().set_stays(chunk, stays);
@@ -255,8 +256,8 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Returns a number of uses from now on: what is used sooner keeps its frame. It is 0 if somebody has waited long
-    /// for the same chunk.
+    /// Returns a number of uses from now on: a chunk that is used sooner keeps its frame. The number is 0 if somebody has
+    /// waited long for the same chunk.
     fn later_half(&mut self) -> usize {
         let table = self.shared.table();
         let awaited = table.next_wanted().filter(|&id| table.chunks()[id].is_held());
@@ -273,7 +274,7 @@ impl<D: Driver> Worker<'_, D> {
         table.later_half(|id| calls.lists.holding(id))
     }
 
-    /// Asks the driver what is over.
+    /// Asks the driver which events are over.
     fn look(&mut self) {
         let marks = self.shared.table().marks();
         let mut over = Vec::new();
@@ -302,7 +303,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let frame = match taken {
             Ok(Some(frame)) => frame,
-            // Looked at again.
+            // The next step looks at the chunk again.
             Ok(None) => return,
             Err(error) if victim.is_none() => {
                 drop(entered);
@@ -320,7 +321,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let came = match row {
             Some(row) => self.fill(&entered, row, frame, slot),
-            // It was freed meanwhile.
+            // The newcomer was freed meanwhile.
             None => entered.release_frame(frame).and(Err(PoolError::NotOurs)),
         };
         let mut table = self.shared.table();
@@ -335,8 +336,9 @@ impl<D: Driver> Worker<'_, D> {
         self.stay.get_or_insert(entered);
     }
 
-    /// The frame of a chunk that is idle and clean. `None` when it is not so after all. Whatever pins what its user has freed, it may go
-    /// `to_driver`, as other memory does; nobody else may have a frame still that goes to another chunk.
+    /// Takes the frame of a chunk that is idle and clean. `None` when the chunk is not so after all. A frame that goes
+    /// `to_driver` may be a freed one that something still pins, as with other memory. A frame that goes to another chunk must
+    /// have no other holder.
     fn take_frame(
         &self,
         entered: &Entered<'_, D>,
@@ -345,7 +347,7 @@ impl<D: Driver> Worker<'_, D> {
     ) -> PageResult<Option<Physical>> {
         let pool = &self.shared.pool;
         if !pool.deferred().is_settled() {
-            // A copy or a question that was not seen to end may be one of this chunk.
+            // A copy or a question whose end was not seen may be one of this chunk.
             let _asking = pool.door().pass();
             pool.deferred().settle()?;
         }
@@ -366,7 +368,7 @@ impl<D: Driver> Worker<'_, D> {
             table.change(victim, ChunkEvent::Left);
         } else {
             if !goes && !has_place {
-                // A pause that came to nothing has taken it.
+                // An undone pause has taken the place.
                 table.forget_copy(victim, true);
             }
             if stays {
@@ -377,7 +379,7 @@ impl<D: Driver> Worker<'_, D> {
         Ok(left?)
     }
 
-    /// Does what has the driver map and unmap, and adds up its time.
+    /// Runs `work`, in which the driver maps or unmaps, and adds up its time.
     fn remap<T>(&self, work: impl FnOnce() -> T) -> T {
         let began = Instant::now();
         let done = work();
@@ -396,8 +398,8 @@ impl<D: Driver> Worker<'_, D> {
         StillChunk::of(entered, row, &uses)
     }
 
-    /// Gives a row `frame`, maps it at the addresses for copies of this number and begins the copy of its contents. What is over when
-    /// they are there, if that is not so already, and if anything was copied.
+    /// Gives a row `frame`, maps it at the addresses for copies of this number, and begins the copy of its contents. Returns
+    /// the mark behind that copy, unless it is over already, and whether anything was copied.
     fn fill(
         &mut self,
         entered: &Entered<'_, D>,
@@ -417,7 +419,8 @@ impl<D: Driver> Worker<'_, D> {
         let begun = come.and_then(|()| unsafe { self.copies.start_in(row, aside) });
         match begun {
             Ok(was_copied) => {
-                // If nobody knows whether the copy has ended, the chunk keeps what it has, and nobody is given it, nor its slot.
+                // If nobody knows whether the copy has ended, the chunk keeps its frame and place. Nobody gets the chunk or its
+                // slot.
                 let mark = self.mark_behind();
                 if mark.is_err() {
                     self.shared.table().lost_slots.push(slot);
@@ -437,7 +440,8 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Copies `chunk` to its place in host memory, which it gets if it has none. The thread that waits for a frame is told if that fails.
+    /// Copies `chunk` to its place in host memory. A chunk without a place gets one. If that fails, the thread that waits for a
+    /// frame gets the error.
     fn clean(&mut self, chunk: usize) {
         let entered = self.shared.pool.enter();
         let claimed = self.shared.table().claim(chunk);
@@ -445,7 +449,8 @@ impl<D: Driver> Worker<'_, D> {
         let begun = self.begin_clean(chunk, row);
         drop(entered);
         let Err(error) = begun else { return };
-        // What was begun reads the chunk. Its frame goes when that has been waited for, and who waits for the frame is told if it cannot be.
+        // The copy that was begun reads the chunk, so its frame goes when the copy has been waited for. If the wait fails, the
+        // thread that waits for the frame gets the error.
         if let Err(error) = self.finish_or_keep() {
             tracing::debug!(%error, "a copy for paging may be under way");
         }
@@ -476,8 +481,8 @@ impl<D: Driver> Worker<'_, D> {
         self.see(chunk);
         self.shared.table().forget_copy(chunk, false);
         self.behind_question(asked.as_ref())?;
-        // SAFETY: nobody writes the chunk before the copy is over: it is idle until then, and who uses it waits for the event
-        // behind it. Its place is its own.
+        // SAFETY: nobody writes the chunk before the copy is over: the chunk is idle until then, and a stream that uses it
+        // waits for the event behind the copy. Its place is its own.
         unsafe { self.copies.start_out(row, &*self.shared.host_budget) }?;
         let mark = self.mark_behind()?;
         self.shared.table().copying_out(chunk, mark, asked);

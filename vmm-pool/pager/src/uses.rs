@@ -1,18 +1,17 @@
 //! Uses: calls to the driver that name memory of a window.
 //!
-//! The code that is about to hand work to a stream shows the addresses that it names. Each stands for the span that it
-//! lies in: a tensor, for example. The caller waits until all chunks of these spans are on the device, and they stay until the
-//! stream has done that work.
+//! The code that is about to hand work to a stream shows the addresses that the work names. Each address stands for the span
+//! that it is in: a tensor, for example. The caller waits until all chunks of these spans are on the device. They stay until
+//! the stream has done that work.
 //!
-//! An event behind each call would cost more than the look. So a stream has a list of the chunks that its calls use, all
-//! held, and one event behind many calls ends their use (`lists`). A list ends when it is long, when it has served many calls, and when
-//! somebody waits for a frame. The thread that launched last ends it, for whose current context the stream has its meaning, or the
-//! pager's.
+//! An event behind each call would cost more than the look-up. So a stream has a list of the chunks that its calls use, all
+//! held. One event behind many calls ends their use (`lists`). A list ends when it is long, when it has served many calls, and
+//! when somebody waits for a frame. The thread that launched last ends the list, if the stream has its meaning in that thread's
+//! current context. Otherwise the pager's thread does.
 //!
-//! Memory that is recorded into a graph is used whenever the graph is launched: its chunks stay until they are freed. A
-//! launch does not say what its graph uses, so it counts as a use of all chunks that graphs use: what is freed goes
-//! when such launches are over. A stream that is captured takes no event: the lists of all streams end before a capture
-//! begins.
+//! A graph uses the memory recorded in it at every launch: those chunks stay until they are freed. A launch does not say what
+//! its graph uses, so it counts as a use of all chunks that graphs use. A freed chunk goes when such launches are over. A
+//! stream that is captured takes no event: the lists of all streams end before a capture begins.
 //!
 //! Lock order: the table's, then that of `Calls`, which is a leaf. Neither is held across a driver call.
 
@@ -30,12 +29,12 @@ use super::spans::Spans;
 use super::table::{WindowChunks, distinct};
 use super::{PageError, PageResult, PagedWindow, Pager};
 
-/// Addresses for copies: how many chunks may be on their way to the device simultaneously.
+/// The number of addresses for copies: so many chunks may be on their way to the device simultaneously.
 pub(super) const SLOTS: usize = 4;
-/// The most chunks, of those that are used next, that are announced if they are away. With few frames it is half of the
-/// frames: the others are in use.
+/// The most chunks that are announced, of those that are used next and are away. With few frames it is half of the frames: the
+/// other half is in use.
 const AHEAD: usize = 24;
-/// Announcements are due when so many chunks have been used.
+/// Announcements are due when this number of chunks has been used.
 const DUE: usize = 3;
 /// The destination of a call's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +43,7 @@ pub enum In {
     Stream(RawStream),
     /// The default stream of the calling thread alone.
     OwnStream(RawStream),
-    /// A stream of another context than the window's, or for one: the call's work is waited for.
+    /// A stream of another context than the window's, or a call made in one: the call's work is waited for.
     Elsewhere(RawStream),
     /// A graph that is being captured.
     Graph,
@@ -55,7 +54,7 @@ pub enum In {
 #[must_use = "a use that does not end keeps memory on its device"]
 pub struct Touched {
     pub(super) stream: In,
-    /// Those that no list has.
+    /// The chunks that no list has.
     pub(super) chunks: Vec<usize>,
     /// The number of the list that has the others.
     pub(super) list: u64,
@@ -69,11 +68,11 @@ pub(super) struct Calls {
     /// Chunks that graphs use.
     captured: Vec<usize>,
     pub(super) order: Order,
-    /// The chunks of the last call that was noted.
+    /// The chunks of the last call that changed the record.
     noted: Vec<usize>,
-    /// Changes of the chunk in use since the last announcement.
+    /// The number of changes of the chunk in use since the last announcement.
     changes: usize,
-    /// Room for the chunks of a call, so that none allocates it.
+    /// A spare vector for the chunks of a call, so that a call allocates none.
     room: Vec<usize>,
     count: u64,
     waited: Duration,
@@ -84,7 +83,7 @@ impl Calls {
         Self { spans, ..Self::default() }
     }
 
-    /// Chunks that graphs use: until they are freed.
+    /// The chunks that graphs use, until they are freed.
     pub(super) fn captured(&self) -> Vec<usize> {
         self.captured.clone()
     }
@@ -93,9 +92,9 @@ impl Calls {
         (self.count, self.waited)
     }
 
-    /// Notes the order. Is an announcement due, and was the order another than before?
+    /// Records the order of uses. Returns whether an announcement is due, and whether the order has changed.
     pub(super) fn note(&mut self, ids: &[usize]) -> (bool, bool) {
-        // What the call before it used too is no news.
+        // Chunks that the call before used too tell nothing new.
         if ids.iter().all(|id| self.noted.contains(id)) {
             return (false, false);
         }
@@ -111,22 +110,22 @@ impl Calls {
         (self.changes >= DUE, !is_as_foretold)
     }
 
-    /// All lists are to end. The number that the next one would have.
+    /// Marks all lists to end. Returns the number that the next list would have.
     pub(super) fn want_ends(&mut self) -> u64 {
         self.lists.want(|_| true)
     }
 
-    /// Have all lists ended, with a number below this?
+    /// Have all lists ended that have a number below this?
     pub(super) fn have_ended(&self, below: u64) -> bool {
         !self.lists.has(|_| true, below)
     }
 
-    /// Graphs use nothing any more: what they used.
+    /// Takes the chunks that graphs used: graphs use nothing any more.
     pub(super) fn take_captured(&mut self) -> Vec<usize> {
         std::mem::take(&mut self.captured)
     }
 
-    /// These chunks are freed: those that graphs used, and how many lists hold these from now on.
+    /// Records that these chunks are freed. Returns those that graphs used, and the number of lists that hold them from now on.
     pub(super) fn free(&mut self, freed: &[usize]) -> (Vec<usize>, u32) {
         self.order.forget(freed);
         self.noted.clear();
@@ -168,9 +167,9 @@ impl<D: Driver> Pager<D> {
         Some(VaRange::new(DeviceAddress(window + start), size_bytes))
     }
 
-    /// A call is about to give work to `stream` that names these addresses. Waits until all that it uses is on the
-    /// device, for at most `limit` of the time that the process is not paused. `None` if none of it is paged. The caller is not inside
-    /// the gate, and a context of the device is current. *Blocks.*
+    /// Begins a call, which is about to give work to `stream` that names these addresses. Waits until all chunks that it uses
+    /// are on the device, for at most `limit`. Paused time does not count. `None` if none of the memory is paged. The caller is
+    /// not inside the gate, and a context of the device is current. *Blocks.*
     ///
     /// # Errors
     /// [`PageError::TooFewFrames`] immediately; [`PageError::Late`]; what the driver or the budget refused. Nothing is held.
@@ -237,8 +236,8 @@ impl<D: Driver> Pager<D> {
         !self.shared.calls().captured.is_empty()
     }
 
-    /// A graph is about to be launched on `stream`, which is of the device of this window. `None` if graphs use nothing of it.
-    /// Otherwise [`Pager::end_call`] says that it is launched.
+    /// Begins the launch of a graph on `stream`, which is of the device of this window. `None` if graphs use nothing of the
+    /// window. Otherwise [`Pager::end_call`] says that the graph is launched.
     pub fn begin_graph(&self, stream: In) -> Option<Touched> {
         let shared = &self.shared;
         let (chunks, list) = match stream {
@@ -250,7 +249,7 @@ impl<D: Driver> Pager<D> {
                 (Vec::new(), calls.lists.add_graph(raw))
             }
             In::OwnStream(_) | In::Elsewhere(_) => {
-                // Nobody frees them between the two.
+                // Nobody frees these chunks between the two steps.
                 let mut table = shared.table();
                 let ids = shared.calls().captured();
                 if ids.is_empty() {
@@ -264,8 +263,8 @@ impl<D: Driver> Pager<D> {
         Some(Touched { stream, chunks, list })
     }
 
-    /// Announces what is used next, as far as it was like that before. When each chunk is used next is for the choice of what
-    /// leaves: it is worked out when something is to come.
+    /// Announces the chunks that are used next, if the order is as before. The choice of what leaves needs the next use of each
+    /// chunk. That is worked out when a chunk is to come.
     fn announce_ahead(&self, is_new: bool, is_wanted: bool) {
         let shared = &self.shared;
         let away: Vec<_> = {
@@ -290,7 +289,7 @@ impl<D: Driver> Pager<D> {
         }
     }
 
-    /// Those that were freed meanwhile go from `ids`.
+    /// Brings these chunks for a call on `stream`. Removes those that were freed meanwhile from `ids`.
     fn bring_for(
         &self,
         ids: &mut Vec<usize>,
@@ -303,7 +302,7 @@ impl<D: Driver> Pager<D> {
             table.hold_if_here(ids).then(|| table.awaited_by(ids))
         };
         let awaited = match here {
-            // Nothing of it is on its way.
+            // No chunk is on its way.
             Some(awaited) if awaited.is_empty() => return Ok(()),
             Some(awaited) => awaited,
             None => self.wait_for_call(ids, limit)?,
@@ -318,7 +317,7 @@ impl<D: Driver> Pager<D> {
         ordered
     }
 
-    /// Has `stream` wait for these.
+    /// Makes `stream` wait for these events.
     fn order(&self, awaited: &[Arc<Mark>], stream: RawStream) -> PageResult<()> {
         for mark in awaited {
             let ordered = self.shared.pool.driver().stream_wait_event(stream, mark.event);
@@ -333,8 +332,9 @@ impl<D: Driver> Pager<D> {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until these are on the device, and keeps them there. Those that nobody has go from `ids` before: a call may have an address
-    /// by chance. What a stream that uses them must wait for. An error leaves nothing held.
+    /// Waits until these chunks are on the device, and keeps them there. First removes chunks that belong to nobody from `ids`:
+    /// a call may have an address by chance. Returns the events that a stream must wait for before it uses them. After an error
+    /// nothing is held.
     fn hold(
         &self,
         ids: &mut Vec<usize>,
@@ -355,7 +355,7 @@ impl<D: Driver> Pager<D> {
                     shared.changed.notify_all();
                 }
                 if !fits {
-                    // What graphs use stays until it is freed: no waiting makes room there.
+                    // Chunks that graphs use stay until they are freed: no wait makes room there.
                     let captured = shared.calls().captured();
                     let stays =
                         |id: &&usize| !each.contains(id) && !table.chunks()[**id].is_freed();
@@ -391,7 +391,7 @@ impl<D: Driver> Pager<D> {
     fn wait_for_call(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<Vec<Arc<Mark>>> {
         let shared = &self.shared;
         self.announce_ahead(false, true);
-        // Who waits keeps nothing that others wait for.
+        // A thread that waits keeps nothing that others wait for.
         shared.want_ends();
         let began = Instant::now();
         let wanted = ids.clone();
@@ -414,8 +414,8 @@ impl<D: Driver> Pager<D> {
         held
     }
 
-    /// Waits until these are on the device and no copy of them is under way, and keeps them there. Those that were freed meanwhile go
-    /// from `ids`.
+    /// Waits until these chunks are on the device and no copy of them is under way, and keeps them there. Removes chunks that
+    /// were freed meanwhile from `ids`.
     pub(super) fn bring_still(&self, ids: &mut Vec<usize>, limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
         for mark in self.wait_for_call(ids, limit)? {
@@ -429,7 +429,8 @@ impl<D: Driver> Pager<D> {
         Ok(())
     }
 
-    /// Keeps these on the device until they are freed. The host waits for copies of them: a stream under capture would record a wait.
+    /// Keeps these chunks on the device until they are freed. The host waits for their copies, because a stream under capture
+    /// would record a wait.
     fn keep(&self, ids: &[usize], limit: Duration) -> PageResult<()> {
         let shared = &self.shared;
         let mut new: Vec<_> = {
@@ -440,7 +441,7 @@ impl<D: Driver> Pager<D> {
             return Ok(());
         }
         self.bring_still(&mut new, limit)?;
-        // What was freed meanwhile, or kept by another thread, goes when this lets go.
+        // Chunks that were freed meanwhile, or that another thread keeps, go when this call lets go.
         let twice: Vec<_> = {
             let table = shared.table();
             let mut calls = shared.calls();

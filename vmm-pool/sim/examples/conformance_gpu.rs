@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use sublet_driver::CudaDriver;
 use sublet_sim_driver::conformance::{Limits, cases};
 
-/// Page tables and other tenants of the device move its free memory a little.
+/// The tolerance: page tables and other tenants of the device change its free memory a little.
 const FREE_TOLERANCE_BYTES: u64 = 16 << 20;
 
 fn main() -> ExitCode {

@@ -1,13 +1,13 @@
 //! Physical memory of a simulated node: files whose holders are locks, and a ledger for each device and for the host.
 //!
-//! A physical allocation is a file whose name says everything the driver was told about it. Its holders
-//! are open file descriptions with a shared `flock`; a mapping, a duplicate and a descriptor in flight all
-//! keep their description, and so the lock, alive. A process that gets an exclusive lock on a fresh description
-//! has therefore proved that nobody in any process holds the memory, even after a `SIGKILL`.
+//! A physical allocation is a file whose name says everything that the driver was told about it. Its holders are open file
+//! descriptions with a shared `flock`. A mapping, a duplicate and a descriptor in flight all keep their description, and so the
+//! lock, alive. An exclusive lock on a fresh description therefore proves that nobody in any process holds the memory, even
+//! after a `SIGKILL`.
 //!
-//! The ledger never says too little. It may say too much after a process was killed half-way, or while a
-//! descriptor outlives the handle that it came from; [`Account::reconcile`] makes it exact by looking at
-//! every file, and runs only when memory would run out or somebody asks how much is free.
+//! The ledger never counts too little. It may count too much after a process was killed half-way. It may also do so while a
+//! descriptor outlives the handle that it came from. [`Account::reconcile`] makes the ledger exact by looking at every file. It
+//! runs only when memory would run out, or when somebody asks how much is free.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -21,21 +21,21 @@ use super::vm;
 use sublet_driver::{AllocationFlags, AllocationProp, Location, LocationKind};
 
 const LEDGER: &str = "ledger";
-/// Of the file of an allocation that a checkpoint has taken off its device.
+/// The prefix of the file name of an allocation that a checkpoint has taken off its device.
 pub(super) const ASIDE_PREFIX: &str = "aside-";
-/// The bytes that others left in new memory.
+/// The bytes in new memory that a former owner could have left.
 pub const SOIL: &[u8; 32] = b"what others had in here before..";
-/// It is there once in so many bytes,
+/// The distance between places with [`SOIL`], in bytes, unless [`SOILED_MAX`] makes it larger.
 const SOILED_EVERY_BYTES: u64 = 64 << 10;
-/// and so often at most in one allocation.
+/// The most places with [`SOIL`] in one allocation.
 const SOILED_MAX: u64 = 4096;
-/// Up to so much of a place's memory is in large pages, which the machine gives whole. What comes on top takes a page of the
-/// machine's where something is written, so that a simulated device may be larger than the machine.
+/// Up to this many bytes of a place's memory are in large pages, which the machine allocates whole. Memory beyond that gets a
+/// page of the machine only where something is written. So a simulated device may be larger than the machine.
 const LARGE_PAGES_MAX_BYTES: u64 = 1 << 30;
-/// The same for one allocation: a larger one is a context, or what a test fills a device with and does not touch.
+/// The limit for one allocation. A larger one is a context, or memory with which a test fills a device without touching it.
 const LARGE_PAGES_MAX_EACH_BYTES: u64 = 128 << 20;
 
-/// The memory of one place and how much of it is in use.
+/// The memory of one place, and the bytes of it that are in use.
 #[derive(Debug)]
 pub(super) struct Account {
     dir: PathBuf,
@@ -48,7 +48,7 @@ struct Locked<'a>(std::sync::MutexGuard<'a, File>);
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        // An unlock of a lock that we hold cannot fail; if it did, closing the file would undo it.
+        // To unlock a lock that we hold cannot fail. If it did, closing the file would unlock it.
         self.0.unlock().ok();
     }
 }
@@ -65,7 +65,7 @@ impl Locked<'_> {
     }
 }
 
-/// Calls again what a handled signal has interrupted. No function of the driver fails because a signal came.
+/// Repeats a call that a handled signal has interrupted. No function of the driver fails because of a signal.
 fn through_signals(mut wait: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     loop {
         match wait() {
@@ -76,7 +76,7 @@ fn through_signals(mut wait: impl FnMut() -> io::Result<()>) -> io::Result<()> {
 }
 
 impl Account {
-    /// Makes an empty one at `dir`.
+    /// Makes an empty account at `dir`.
     pub(super) fn make(dir: &Path) -> io::Result<()> {
         fs::create_dir(dir)?;
         fs::write(dir.join(LEDGER), 0_u64.to_le_bytes())
@@ -105,7 +105,7 @@ impl Account {
         Ok(Locked(file))
     }
 
-    /// Makes the block `name` and charges it. `Ok(None)` when there is no room.
+    /// Makes the block `name`, and charges it. `Ok(None)` when there is no room.
     pub(super) fn create(self: &Arc<Self>, name: BlockName) -> io::Result<Option<Block>> {
         let (path, size_bytes) = (self.path_of(&name), name.size_bytes);
         let ledger = self.lock()?;
@@ -128,7 +128,7 @@ impl Account {
         made.map(|file| Some(Block::of(file, name, Arc::clone(self))))
     }
 
-    /// The block `name`, held, unless nobody holds it any more.
+    /// Opens and holds the block `name`, unless nobody holds it any more.
     pub(super) fn join(self: &Arc<Self>, name: BlockName) -> io::Result<Option<Block>> {
         let _ledger = self.lock()?;
         let file = match OpenOptions::new().read(true).write(true).open(self.path_of(&name)) {
@@ -152,13 +152,13 @@ impl Account {
         Ok(())
     }
 
-    /// Makes the ledger exact and returns what it says.
+    /// Makes the ledger exact, and returns the bytes in use.
     fn reconcile(&self, ledger: &Locked<'_>) -> io::Result<u64> {
         let mut used: u64 = 0;
         for entry in fs::read_dir(&self.dir)? {
             let entry = entry?;
             let Some(name) = entry.file_name().to_str().and_then(BlockName::parse) else {
-                // Of a process that ended while its memory was set aside.
+                // The file belongs to a process that ended while its memory was set aside.
                 if entry.file_name().to_str().is_some_and(|name| name.starts_with(ASIDE_PREFIX)) {
                     remove_if_unheld(&entry.path())?;
                 }
@@ -172,7 +172,7 @@ impl Account {
         Ok(used)
     }
 
-    /// Bytes held by anybody, exactly.
+    /// Counts the bytes that anybody holds, exactly.
     pub(super) fn used_bytes(&self) -> io::Result<u64> {
         let ledger = self.lock()?;
         self.reconcile(&ledger)
@@ -196,7 +196,7 @@ impl HeldBlock {
         (self.account.path_of(&self.name), aside)
     }
 
-    /// Takes what is on a device off it; its holders keep it. Nothing to do where that is done.
+    /// Takes the memory off its device; its holders keep it. Does nothing if that is done already.
     pub(super) fn set_aside(&self) -> io::Result<()> {
         if self.place() != LocationKind::DEVICE {
             return Ok(());
@@ -211,7 +211,7 @@ impl HeldBlock {
         Ok(())
     }
 
-    /// Undoes [`Self::set_aside`]; false where the device has no room.
+    /// Undoes [`Self::set_aside`]. False if the device has no room.
     pub(super) fn take_back(&self) -> io::Result<bool> {
         let (here, aside) = self.paths();
         let ledger = self.account.lock()?;
@@ -234,7 +234,7 @@ fn make_held(path: &Path, size_bytes: u64, in_large_pages: bool) -> io::Result<F
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
     through_signals(|| file.lock_shared())?;
     file.set_len(size_bytes)?;
-    // A page becomes a large one where something is in it.
+    // A page becomes a large one only where it has contents.
     let (first, rest): (Vec<u64>, Vec<u64>) =
         soiled_places(size_bytes).partition(|offset| offset.is_multiple_of(vm::LARGE_PAGE_BYTES));
     for offset in first {
@@ -249,21 +249,22 @@ fn make_held(path: &Path, size_bytes: u64, in_large_pages: bool) -> io::Result<F
     Ok(file)
 }
 
-/// The beginning of new memory, which comes again and again in allocations of up to 256 MiB.
+/// The beginning of new memory, which repeats in allocations of up to 256 MiB.
 pub(super) fn new_memory() -> Vec<u8> {
     let mut bytes = SOIL.to_vec();
     bytes.resize(64 << 10, 0);
     bytes
 }
 
-/// Returns the offsets in new memory that have [`SOIL`]. Soil everywhere would be written page by page, and fill
-/// the machine.
+/// Returns the offsets in new memory that have [`SOIL`]. Soil everywhere would be written page by page, and would fill the
+/// machine.
 fn soiled_places(size_bytes: u64) -> impl Iterator<Item = u64> {
     let apart = size_bytes.div_ceil(SOILED_MAX).next_multiple_of(SOILED_EVERY_BYTES);
     (0..size_bytes.div_ceil(apart)).map(move |index| index * apart)
 }
 
-/// Only with the ledger locked: otherwise two callers could both find the same file unheld.
+/// Removes the file at `path` if nobody holds it. The ledger must be locked: otherwise two callers could both find the same
+/// file unheld.
 fn remove_if_unheld(path: &Path) -> io::Result<bool> {
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -279,7 +280,7 @@ fn remove_if_unheld(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// The contents of the name of an allocation's file. Device ids count the node's devices.
+/// The contents of the name of an allocation's file. Device ids are numbers among the node's devices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockName {
     pub(super) id: [u8; 16],
@@ -338,14 +339,14 @@ impl BlockName {
 /// Physical memory, held by this process through one open file description.
 #[derive(Debug)]
 pub(super) struct Block {
-    /// `None` only inside `drop`, where the description must go before the account looks.
+    /// `None` only inside `drop`, where the description must be closed before the account looks.
     file: Option<File>,
     name: BlockName,
     account: Arc<Account>,
 }
 
 impl Block {
-    /// The one that `file` holds.
+    /// Makes the block that `file` holds.
     pub(super) fn of(file: File, name: BlockName, account: Arc<Account>) -> Self {
         Self { file: Some(file), name, account }
     }
@@ -361,12 +362,12 @@ impl Block {
         }
     }
 
-    /// A duplicate, which holds the memory as this block does.
+    /// Returns a duplicate descriptor, which holds the memory as this block does.
     pub(super) fn export(&self) -> io::Result<OwnedFd> {
         self.fd().try_clone_to_owned()
     }
 
-    /// A descriptor that holds the memory but cannot be imported, as a DMA-BUF is.
+    /// Returns a descriptor that holds the memory but cannot be imported, like a DMA-BUF.
     pub(super) fn export_read_only(&self) -> io::Result<OwnedFd> {
         let file = File::open(self.account.path_of(&self.name))?;
         through_signals(|| file.lock_shared())?;
@@ -378,7 +379,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         drop(self.file.take());
         if let Err(error) = self.account.settle(&self.name) {
-            // The next reconciliation finds the file unheld and does it then.
+            // The next reconciliation finds the file unheld, and removes it then.
             tracing::trace!(%error, name = %self.name, "block not settled");
         }
     }

@@ -1,9 +1,8 @@
 //! The behaviour that every [`Driver`] must show, as functions that any driver can be put through.
 //!
-//! The list runs on the simulated driver in every build and on hardware by hand, which keeps the
-//! simulation honest. Each case is on its own: it makes what it needs on device 0, leaves nothing behind,
-//! and panics with what it expected. Where a real driver may answer with one of several codes, the case
-//! says which.
+//! The list runs on the simulated driver in every build, and on hardware by hand, which keeps the simulation honest. Each case
+//! is independent: it makes what it needs on device 0, and leaves nothing behind. It panics with the outcome that it expected.
+//! If a real driver may answer with one of several codes, the case lists them.
 
 #![expect(
     unsafe_code,
@@ -30,7 +29,7 @@ use sublet_driver::{
 /// The assumptions that a case may make about its surroundings.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes by which free memory may move without our doing: 0 on a node of our own.
+    /// The bytes by which free memory may change without our doing: 0 on a node of our own.
     pub free_tolerance_bytes: u64,
 }
 
@@ -39,7 +38,7 @@ pub struct Limits {
 pub struct Case<D: Driver> {
     /// The condition and its outcome.
     pub name: &'static str,
-    /// Panics when the driver does otherwise.
+    /// The check. It panics when the driver behaves otherwise.
     pub run: fn(&D, Limits),
 }
 
@@ -55,7 +54,7 @@ pub fn cases<D: Driver>() -> Vec<Case<D>> {
     all
 }
 
-/// Builds a list of cases from the functions of a module, by their names.
+/// Builds a list of cases from functions of a module, by their names.
 macro_rules! case_list {
     ($($name:ident),* $(,)?) => {
         pub(super) fn cases<D: Driver>() -> Vec<Case<D>> {
@@ -67,7 +66,7 @@ use case_list;
 
 const DEVICE: DeviceOrdinal = DeviceOrdinal(0);
 
-/// One driver, its granularity and a stream, for the length of a case.
+/// A driver, its granularity and a stream, for the length of a case.
 #[derive(Debug)]
 struct Bench<'a, D: Driver> {
     driver: &'a D,
@@ -209,7 +208,7 @@ fn assert_same(got: &[u8], wanted: &[u8], what: &str) {
     );
 }
 
-/// The call must fail, with one of `codes`.
+/// Checks that the call has failed with one of `codes`.
 #[track_caller]
 fn refused<T: Debug>(result: DriverResult<T>, codes: &[DriverCode], what: &str) {
     match result {

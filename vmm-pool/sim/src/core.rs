@@ -1,9 +1,9 @@
 //! The work of the simulated driver, without counting, faults or latency.
 //!
-//! Work of streams runs on this type, and a C interface on top of the simulation calls it directly for
-//! what the trait does not offer: contexts by device, access to memory from kernels, streams of any kind.
+//! Work of streams runs on this type. A C interface on top of the simulation calls this type directly for functions that the
+//! trait lacks: contexts by device, access to memory from kernels, streams of any kind.
 //!
-//! Lock order: `submit` before `streams` before the queue of a stream; `events` and `memory` alone.
+//! Lock order: `submit` before `streams` before the queue of a stream; `events` and `memory` alone, with no other lock held.
 
 mod bytes;
 mod events;
@@ -34,9 +34,9 @@ pub use self::memory::PublishedName;
 
 #[derive(Debug)]
 struct Device {
-    /// Index among the node's devices.
+    /// The index among the node's devices.
     index: usize,
-    /// The code of the first work that failed; 0 while none did.
+    /// The code of the first work that failed; 0 if none has.
     failure: AtomicI32,
     /// The memory that the primary context costs, once there is one.
     context: Mutex<Context>,
@@ -66,10 +66,10 @@ pub struct Core {
     /// Held while work is submitted to a stream that is ordered against another.
     submit: Mutex<()>,
     closing: AtomicBool,
-    /// Copies of host memory that is pinned, but not for the device that copies.
+    /// Counts copies of host memory that is pinned, but not for the device that copies.
     foreign_pins: AtomicU64,
     faults: Faults,
-    /// The order of streams that a seed decides, where tests want one.
+    /// The order of streams by a seed, if a test wants one.
     schedule: OnceLock<Schedule>,
     pub(super) last_words: LastWords,
 }
@@ -111,31 +111,31 @@ impl Core {
         &self.node
     }
 
-    /// The options that the driver was made with.
+    /// The options of this driver.
     pub fn options(&self) -> &SimOptions {
         &self.options
     }
 
-    /// From now on which stream's work runs next is as this seed decides. Work that waits for other work, but by an event, or
-    /// as default streams do, never ends then. The first seed stays.
+    /// Lets this seed choose which stream's work runs next, from now on. Work that waits for other work then never ends, unless
+    /// it waits for an event or as default streams do. The first seed stays.
     pub fn schedule(&self, seed: u64) {
         self.schedule.get_or_init(|| Schedule::new(seed));
     }
 
-    /// Counts the streams with work that waits for its turn, where a seed decides. For tests: a stream's thread may not
-    /// have come yet.
+    /// Counts the streams with work that waits for its turn, if a seed decides the order. For tests: a stream's thread may not
+    /// have reached that wait yet.
     pub fn held_up(&self) -> usize {
         self.schedule.get().map_or(0, Schedule::held_up)
     }
 
-    /// The driver was called.
+    /// Records that the driver was called.
     pub(super) fn called(&self) {
         if let Some(schedule) = self.schedule.get() {
             schedule.called();
         }
     }
 
-    /// Does what waits for work.
+    /// Runs `wait`, which waits for work.
     pub(super) fn while_waiting(&self, wait: impl FnOnce()) {
         match self.schedule.get() {
             Some(schedule) => schedule.while_waiting(wait),
@@ -152,13 +152,13 @@ impl Core {
         done
     }
 
-    /// Rules that make calls fail, and counters of calls.
+    /// The rules that make calls fail, and the counters of calls.
     pub fn faults(&self) -> &Faults {
         &self.faults
     }
 
-    /// Counts a call by its driver name, waits its latency, and fails it if a rule says so. The methods
-    /// of the trait do so by themselves; those of this type do not.
+    /// Counts a call by its driver name, waits for its latency, and fails it if a rule says so. The methods of the trait call
+    /// this themselves. The methods of this type do not.
     ///
     /// # Errors
     /// The code of the rule.
@@ -167,7 +167,7 @@ impl Core {
         self.faults.check(symbol)
     }
 
-    /// Is the driver going away? Work that waits for something must look now and then.
+    /// Is the driver ending? Work that waits for something must check this now and then.
     pub fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }
@@ -205,7 +205,7 @@ impl Core {
             .ok_or(DriverCode::INVALID_DEVICE)
     }
 
-    /// The machine-wide name of a device.
+    /// Returns the machine-wide name of a device.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -213,7 +213,7 @@ impl Core {
         Ok(self.node.device_uuid(self.device(device)?.index))
     }
 
-    /// Index of `device` among the devices of the node, the same in all processes.
+    /// Returns the index of `device` among the devices of the node, the same in all processes.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -221,8 +221,8 @@ impl Core {
         Ok(self.device(device)?.index)
     }
 
-    /// A device attribute; numbers that the simulation knows nothing of read as 0, as most do on real
-    /// devices that lack a feature.
+    /// Returns a device attribute. Numbers that the simulation does not know read as 0, as most do on real devices that lack a
+    /// feature.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; `INVALID_VALUE` for a number that no attribute has.
@@ -240,7 +240,7 @@ impl Core {
             33 => i32::try_from(index).unwrap_or(i32::MAX) + 1,
             39 => 2048,
             40 => 3,
-            // Things that every device of today can do, such as mapping host memory.
+            // Features that every current device has, such as mapping host memory.
             15 | 19 | 31 | 41 | 78 | 91 | 115 | 124 => 1,
             75 => 9,
             81 => 101_376,
@@ -251,7 +251,7 @@ impl Core {
         })
     }
 
-    /// Memory of `device`, exactly, over all processes.
+    /// Counts the memory of `device`, exactly, over all processes.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; `UNKNOWN` when the node's files cannot be read.
@@ -263,7 +263,7 @@ impl Core {
         Ok(MemoryInfo { free_bytes: total_bytes.saturating_sub(used), total_bytes })
     }
 
-    /// All memory of `device`, in bytes.
+    /// Returns the size of the memory of `device`, in bytes.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -305,7 +305,7 @@ impl Core {
         Ok(matches!(*lock(&self.device(device)?.context), Context::Present { .. }))
     }
 
-    /// Gives back the memory of the primary context of `device`, and what was loaded there.
+    /// Gives back the memory of the primary context of `device`, and unloads its kernels.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -316,7 +316,7 @@ impl Core {
         Ok(())
     }
 
-    /// The last context of `device` has ended: forgets its failed work and the host memory that was registered for it too.
+    /// Ends the last context of `device`: forgets its failed work, and the host memory that was registered for that context.
     ///
     /// # Errors
     /// `INVALID_DEVICE`.
@@ -328,7 +328,7 @@ impl Core {
         Ok(())
     }
 
-    /// The failure of earlier work on `device`, if any.
+    /// Returns the failure of earlier work on `device`, if any.
     ///
     /// # Errors
     /// That failure, or `INVALID_DEVICE`.
@@ -336,20 +336,20 @@ impl Core {
         DriverCode(self.device(device)?.failure.load(Ordering::Acquire)).ok()
     }
 
-    /// Returns the cause of the first failure of a context in this process, and the last calls that changed what is
-    /// mapped there. For tests.
+    /// Describes the cause of the first failure of a context in this process, and the last calls that changed the mappings
+    /// there. For tests.
     pub fn last_words(&self) -> Option<String> {
         self.last_words.told()
     }
 
     pub(super) fn fail_device(&self, device: DeviceOrdinal, code: DriverCode) {
         if let Ok(entry) = self.device(device) {
-            // Only the first failure is kept; who comes second finds it there.
+            // Only the first failure is kept. A later one finds the first.
             entry.failure.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).ok();
         }
     }
 
-    /// Ends all workers and lets go of everything.
+    /// Ends all workers, and releases everything.
     pub(super) fn close(&self) {
         self.closing.store(true, Ordering::Release);
         let (live, threads) = {
@@ -364,7 +364,7 @@ impl Core {
             schedule.finish();
         }
         for thread in threads {
-            // Panics of work were caught in the worker; nothing else is left to hear.
+            // Panics of work were caught in the worker, so there is nothing left to report.
             thread.join().ok();
         }
         self.write().clear();

@@ -1,4 +1,4 @@
-//! Fault injection, calls that are held, call counters and latency, by the driver's name of the call.
+//! Fault injection, held calls, call counters and latency. Calls are named as the driver names them.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,25 +8,25 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 
 use sublet_driver::{DriverCode, DriverOp};
 
-/// The calls that a fault rule fails.
+/// The matching calls that a fault rule makes fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultSpan {
-    /// Only the nth matching call, counted from 1 at the rule's arrival.
+    /// Only the nth matching call, counted from 1 since the rule was added.
     Nth(u64),
-    /// The nth and every later one.
+    /// The nth matching call, and all later ones.
     From(u64),
 }
 
 #[derive(Debug)]
 struct Rule {
-    /// `None` counts calls of every operation.
+    /// The driver's name of the call. `None` counts calls of every operation.
     symbol: Option<String>,
     span: FaultSpan,
     code: DriverCode,
     seen: u64,
 }
 
-/// The next call of one operation, which waits before it does anything until this is dropped.
+/// A hold on the next call of one operation: the call waits, before it does anything, until this is dropped.
 #[derive(Debug)]
 pub struct Hold {
     met: Receiver<()>,
@@ -34,7 +34,7 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Waits until a thread has come to the call. False where none has by then.
+    /// Waits until a thread has made the call. False if none has within `limit`.
     pub fn is_met(&self, limit: Duration) -> bool {
         self.met.recv_timeout(limit).is_ok()
     }
@@ -74,8 +74,8 @@ impl Faults {
         self.add(None, span, code);
     }
 
-    /// Adds rules written as `symbol:nth:code`, separated by commas. `*` stands for every call, and a `+`
-    /// after the number for that call and all later ones: `cuMemCreate:3:2,*:10+:999`.
+    /// Adds rules written as `symbol:nth:code`, separated by commas. `*` stands for every call. A `+` after the number means
+    /// that call and all later ones: `cuMemCreate:3:2,*:10+:999`.
     ///
     /// # Errors
     /// The first rule that could not be read; rules before it have been added.
@@ -92,7 +92,7 @@ impl Faults {
         self.lock().panics.push(op.symbol());
     }
 
-    /// Holds the next call of `op` for as long as what comes out lives.
+    /// Holds the next call of `op` while the returned value lives.
     #[must_use]
     pub fn hold(&self, op: DriverOp) -> Hold {
         let ((met, is_met), (go, goes)) = (bounded(1), bounded(0));
@@ -129,7 +129,7 @@ impl Faults {
         self.lock().rules.push(Rule { symbol, span, code, seen: 0 });
     }
 
-    /// Counts a call, waits where it is held, and says whether it is to fail.
+    /// Counts a call, waits if it is held, and fails if a rule says so.
     pub(super) fn check(&self, symbol: &'static str) -> Result<(), DriverCode> {
         let holder = {
             let mut table = self.lock();
@@ -138,7 +138,7 @@ impl Faults {
         };
         if let Some(Holder { met, go, .. }) = holder {
             let _told = met.send(());
-            // Nothing is ever sent: it ends with the other side.
+            // Nothing is ever sent: the wait ends when the other side is dropped.
             let _over = go.recv();
         }
         let mut table = self.lock();
@@ -188,7 +188,7 @@ fn parse_rule(rule: &str) -> Option<(Option<String>, FaultSpan, DriverCode)> {
     words.next().is_none().then_some((symbol, span, code))
 }
 
-/// The time that calls take. The default is no time at all.
+/// The least time that each call takes. The default is zero.
 #[derive(Clone, Debug, Default)]
 pub struct Latency {
     per_call: BTreeMap<String, Duration>,

@@ -1,4 +1,4 @@
-//! Why a simulated device failed, in words: what touched which addresses, and the last calls that changed what is mapped there.
+//! Describes why a simulated device failed: the access and its addresses, and the last calls that changed the mappings there.
 
 use std::collections::VecDeque;
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use sublet_driver::{DeviceOrdinal, VaRange};
 
 /// The number of calls that are remembered.
 const CALLS_MAX: usize = 512;
-/// The number of calls that are told, of those that concern the addresses.
+/// The most calls about the addresses that the description lists.
 const TOLD_MAX: usize = 12;
 
 #[derive(Debug)]
@@ -26,7 +26,7 @@ struct Call {
 struct LastCalls {
     calls: VecDeque<Call>,
     made: u64,
-    /// The access that was refused last, with its device and range: alone it ends no context.
+    /// The last access that was refused, with its device and range. A refusal alone ends no context.
     touched: Option<(Touch, DeviceOrdinal, VaRange)>,
     words: Option<String>,
 }
@@ -47,7 +47,7 @@ impl LastCalls {
 pub(super) struct LastWords(Mutex<LastCalls>);
 
 impl LastWords {
-    /// A call has changed what is mapped in `range`.
+    /// Records a call that has changed the mappings in `range`.
     pub(super) fn note(&self, what: &'static str, range: VaRange) {
         let thread = thread::current().name().unwrap_or("unnamed").to_owned();
         let mut table = self.table();
@@ -59,17 +59,17 @@ impl LastWords {
         table.calls.push_back(Call { number, what, range, thread });
     }
 
-    /// An address is not there, which may be just what the caller wanted to know.
+    /// Records a refused access to an address that is not mapped. The caller may have wanted just that answer.
     pub(super) fn refused(&self, touch: Touch, device: DeviceOrdinal, range: VaRange) {
         self.table().touched = Some((touch, device, range));
     }
 
-    /// A context ends over `range`. The first of these is kept, with what was refused last.
+    /// Records that an access to `range` ends a context. Only the first such record is kept, with the last refused access.
     pub(super) fn ended(&self, range: VaRange, what: impl FnOnce() -> String) {
         if self.table().words.is_some() {
             return;
         }
-        // It takes other locks.
+        // `what` takes other locks.
         let mut words = what() + ": ";
         let mut table = self.table();
         table.tell(&mut words, range);
@@ -81,7 +81,7 @@ impl LastWords {
         table.words.get_or_insert(words);
     }
 
-    /// Returns the description of what the first context ended over.
+    /// Returns the description of the first end of a context.
     pub(super) fn told(&self) -> Option<String> {
         self.table().words.clone()
     }

@@ -1,22 +1,22 @@
 //! The simulated driver: device memory as files on a shared directory, streams as threads.
 //!
-//! Bytes are real, processes share a [`SimNode`], and everything that the real driver refuses is refused
-//! with the same code. Memory is free only when its last holder in any process is gone. There is no
-//! scheduling of kernels, no multicast and no fabric.
+//! Bytes are real, and processes share a [`SimNode`]. The simulated driver refuses everything that the real driver refuses,
+//! with the same code. Memory is free only when its last holder in any process is gone. Kernels are not scheduled. There is no
+//! multicast and no fabric.
 //!
-//! Contexts as driver 580 has them (seen with a program on two H200): a stream may be used with any context
-//! current, or none. A copy is refused with `INVALID_VALUE` where the *current* context's device may not reach
-//! mapped memory that it names, whatever stream it goes to; with no context current, the stream's device counts.
+//! Contexts work as in driver 580 (seen with a program on two H200). A stream may be used with any context current, or none.
+//! The driver refuses a copy with `INVALID_VALUE` if the *current* context's device has no access to mapped memory that the
+//! copy names, whatever its stream. With no context current, the stream's device counts.
 //!
-//! Unlike on a GPU, work that touches an unmapped address fails with `ILLEGAL_ADDRESS` and never reads or
-//! writes anything else, whatever other threads unmap meanwhile. Unmapping waits for no work: what is queued or runs there
-//! has failed, and the device with it. Of copies, fills and kernels of the trait's that holds until somebody has waited for
-//! them: here they are fast, and on a device they would be under way still. For the same reason two of them on two streams
-//! that touch the same bytes, and one writes, have failed unless a wait for an event says which comes first.
+//! Unlike on a GPU, work that touches an unmapped address fails with `ILLEGAL_ADDRESS`. It never reads or writes anything else,
+//! whatever other threads unmap meanwhile. Unmapping waits for no work: queued or running work there has failed, and the device
+//! with it. For copies, fills and kernels of the trait, that holds until somebody has waited for them. They are fast here, and
+//! would still be under way on a device. For the same reason, two of them on two streams have failed if they touch the same
+//! bytes and one writes. A wait for an event that orders the two prevents that.
 //!
-//! Streams run as threads do, or in an order that a seed decides ([`Core::schedule`]).
+//! Streams run as threads do, or in an order by a seed ([`Core::schedule`]).
 //!
-//! New memory has bytes other than zero in it, in every 64 KiB: nothing that NVIDIA documents says that it is zero.
+//! New memory has bytes other than zero in every 64 KiB: no document of NVIDIA's says that it is zero.
 //!
 //! Known differences:
 //!
@@ -63,12 +63,12 @@ use sublet_driver::{
     PieceSlot, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
-/// A context of a device. Streams, and waits for them, are of one.
+/// A context of a device. Streams, and waits for them, belong to a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SimContext {
-    /// Its device.
+    /// The device of the context.
     pub device: DeviceOrdinal,
-    /// Its number among the device's contexts: 0 is the primary one.
+    /// The number among the device's contexts: 0 is the primary one.
     pub number: u64,
 }
 
@@ -88,14 +88,14 @@ pub struct SimOptions {
     pub context_bytes: u64,
     /// Does the driver offer virtual memory management?
     pub virtual_memory: bool,
-    /// May devices reach each other's memory? Where they may not, copies between them still work.
+    /// May devices access each other's memory? If not, copies between them still work.
     pub peer_access: bool,
-    /// Version to claim; `None` for the node's.
+    /// The version to report; `None` for the node's.
     pub version: Option<DriverVersion>,
     /// The time that calls take.
     pub latency: Latency,
-    /// Is the soft limit of open files raised when the driver is made? Every handle costs a descriptor, and jobs
-    /// have thousands; a real driver leaves the limit alone.
+    /// Is the soft limit of open files raised when the driver is made? Every handle costs a descriptor, and jobs have
+    /// thousands. A real driver does not change the limit.
     pub raises_descriptor_limit: bool,
 }
 
@@ -139,7 +139,7 @@ impl SimDriver {
         }
     }
 
-    /// The parts below the trait.
+    /// The parts below the trait: the simulation itself.
     pub fn core(&self) -> &Arc<Core> {
         &self.core
     }
@@ -162,7 +162,7 @@ impl SimDriver {
             .map_err(|code| DriverError { op, code })
     }
 
-    /// As `call`, for those that need a current context.
+    /// As `call`, for calls that need a current context.
     fn call_on_device<T>(
         &self,
         op: DriverOp,
@@ -187,18 +187,19 @@ impl Drop for SimDriver {
     }
 }
 
-/// A host pointer as the number that the simulation works with.
+/// Converts a host pointer to the number that the simulation works with.
 fn exposed(pointer: NonNull<u8>) -> u64 {
     pointer.as_ptr().expose_provenance() as u64
 }
 
-/// `work`, which copies and whose caller knows no other order than that of a stream and of what it waits for.
+/// Marks `work` as a copy. Its caller knows no other order than that of a stream and of its waits for events.
 fn copying(work: Work, target: VaRange, source: VaRange) -> Work {
     work.touching([(target, Touch::Write), (source, Touch::Read)]).until_seen()
 }
 
 impl SimDriver {
-    /// Starts a kernel of ours, which reads or writes `host`, as [`Driver`]'s calls that do are made of calls of the driver's.
+    /// Starts a kernel of ours, which reads or writes `host`. The calls of [`Driver`] that launch kernels make the same driver
+    /// calls.
     fn launch(
         &self,
         device: DeviceOrdinal,
@@ -211,7 +212,7 @@ impl SimDriver {
         }
         self.call(DriverOp::HostGetDevicePointer, |core| core.check_registered(host))?;
         self.call(DriverOp::LaunchKernel, |core| {
-            // As the driver has it: function and stream are of one context.
+            // As in the driver, function and stream must be of one context.
             if core.stream_device(stream)? != device {
                 return Err(DriverCode::INVALID_HANDLE);
             }
@@ -256,7 +257,7 @@ impl Driver for SimDriver {
     }
 
     fn stand_beside_captures(&self) -> DriverResult<()> {
-        // The simulation captures nothing.
+        // The simulation has no captures.
         self.call(DriverOp::ExchangeCaptureMode, |_| Ok(()))
     }
 
@@ -357,7 +358,7 @@ impl Driver for SimDriver {
         self.call(DriverOp::StreamSynchronize, |core| core.wait_stream(stream))
     }
 
-    /// Nothing is captured here.
+    /// The simulation has no captures.
     fn stream_is_capturing(&self, stream: RawStream) -> DriverResult<bool> {
         self.call(DriverOp::StreamIsCapturing, |core| core.has_work(stream).map(|_| false))
     }

@@ -1,6 +1,6 @@
 //! The tables of one process: handles, reservations, mappings and registered host memory.
 //!
-//! Refuses all that the real driver refuses, with its codes. Nothing here counts calls or injects faults.
+//! This table refuses all calls that the real driver refuses, with its codes. It counts no calls and injects no faults.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,15 +15,15 @@ use sublet_driver::{
     RawHandle, VaRange,
 };
 
-/// Unit of size and alignment of simulated memory.
+/// The unit of size and alignment of simulated memory.
 pub const GRANULARITY_BYTES: u64 = 2 << 20;
 
-/// Addresses are handed out from here up, far from where the kernel puts ordinary mappings, so that a
-/// freed range is not taken by somebody else before it is reserved again.
+/// The first address that is given out. It is far from the kernel's ordinary mappings, so nobody else takes a freed range
+/// before it is reserved again.
 const VA_BASE: u64 = 0x1000_0000_0000;
 const VA_END: u64 = 0x6000_0000_0000;
-/// Distance between the first addresses of processes with neighbouring ids, so that an address of one
-/// process means nothing in another.
+/// The distance between the first addresses of processes with neighbouring ids. So an address of one process has no meaning in
+/// another.
 const VA_PROCESS_STRIDE: u64 = 64 << 30;
 
 pub(super) type Coded<T> = Result<T, DriverCode>;
@@ -31,7 +31,7 @@ pub(super) type Coded<T> = Result<T, DriverCode>;
 #[derive(Debug)]
 struct Handle {
     block: Block,
-    /// As this process counts devices.
+    /// The properties, with this process's device numbers.
     prop: AllocationProp,
     references: u64,
     mappings: u64,
@@ -88,14 +88,14 @@ pub struct Census {
 pub(super) struct Memory {
     handles: BTreeMap<u64, Handle>,
     handle_next: u64,
-    /// Values of handles that are gone, reused last in first out, as addresses are: who keeps one too long has
-    /// another's soon. (The real driver's are addresses of its own objects, and come again at some time.)
+    /// The values of released handles, reused last in first out, as addresses are. A caller that keeps a released handle soon
+    /// has another's. (The real driver's handles are addresses of its own objects, which return at some time.)
     handles_gone: Vec<u64>,
-    /// Start to length, in bytes; never overlapping.
+    /// Reservations: start to length, in bytes; never overlapping.
     reservations: BTreeMap<u64, u64>,
-    /// By start; each lies inside one reservation, never overlapping.
+    /// Mappings by start; each is inside one reservation, and none overlaps another.
     mappings: BTreeMap<u64, Mapping>,
-    /// The place where addresses without a hint begin, and the place of the next one.
+    /// The address where reservations without a hint begin, and the address of the next one.
     va_first: u64,
     va_next: u64,
     /// Freed ranges, reused last in first out as the real driver does.
@@ -104,7 +104,7 @@ pub(super) struct Memory {
     host: BTreeMap<u64, u64>,
     /// Starts of host memory that was registered for the context of one device alone.
     pinned_for_one: BTreeMap<u64, DeviceOrdinal>,
-    /// The number of handles that are imports, and of those that were opened by name.
+    /// The number of handles that are imports, and of handles opened by name.
     foreign: (u32, u32),
 }
 
@@ -134,7 +134,7 @@ fn check_range(range: VaRange) -> Coded<()> {
     Ok(())
 }
 
-/// The last entry that starts at or before `address`, if it reaches beyond it.
+/// Returns the last entry that starts at or before `address`, if it reaches beyond it.
 fn covering(table: &BTreeMap<u64, u64>, address: u64) -> Option<VaRange> {
     let (&start, &size_bytes) = table.range(..=address).next_back()?;
     let range = VaRange::new(DeviceAddress(start), size_bytes);
@@ -153,7 +153,7 @@ impl Memory {
         let va_first = VA_BASE + u64::from(process_id % 1024) * VA_PROCESS_STRIDE;
         Self {
             handles: BTreeMap::new(),
-            // Values of one process mean nothing in another.
+            // Values of one process have no meaning in another.
             handle_next: (u64::from(process_id) << 24) | 0x10,
             handles_gone: Vec::new(),
             reservations: BTreeMap::new(),
@@ -167,7 +167,7 @@ impl Memory {
         }
     }
 
-    /// Counts the handles that are imports, and those that were opened by a published name.
+    /// Counts the handles that are imports, and the handles opened by a published name.
     pub(super) fn foreign(&self) -> (u32, u32) {
         self.foreign
     }
@@ -180,7 +180,7 @@ impl Memory {
         }
     }
 
-    /// Objects by kind; streams and events are not in this table.
+    /// Counts objects by kind; streams and events are not in this table.
     pub(super) fn census(&self) -> Census {
         Census {
             handles: self.handles.len(),
@@ -239,7 +239,7 @@ impl Memory {
             let start = self.va_next.checked_next_multiple_of(alignment)?;
             let end = start.checked_add(size_bytes).filter(|end| *end <= VA_END)?;
             match vm::reserve_at(start, size_bytes) {
-                // A gap after each reservation: an overrun meets nothing.
+                // A gap after each reservation: an overrun finds nothing mapped.
                 Ok(()) => {
                     self.va_next = end + GRANULARITY_BYTES;
                     return Some(start);
@@ -289,8 +289,8 @@ impl Memory {
             .ok_or(DriverCode::INVALID_VALUE)
     }
 
-    /// Gives back one reference. The block comes out when it was the last; it is to be dropped without
-    /// the lock of this table, since dropping waits for the ledger.
+    /// Gives back one reference. Returns the block if it was the last. The caller drops the block without the lock of this
+    /// table, because the drop waits for the ledger.
     pub(super) fn release(&mut self, handle: RawHandle) -> Coded<Option<Block>> {
         let entry = self
             .handles
@@ -320,7 +320,7 @@ impl Memory {
         self.handle(handle).map(|entry| &entry.block)
     }
 
-    /// One more reference to the handle mapped at `address`.
+    /// Adds a reference to the handle mapped at `address`.
     pub(super) fn retain_at(&mut self, address: DeviceAddress) -> Coded<RawHandle> {
         let (_, mapping) = self.mapping_entry(address.0).ok_or(DriverCode::INVALID_VALUE)?;
         let value = mapping.handle;
@@ -363,7 +363,7 @@ impl Memory {
         self.mappings.range(range.start.0..range.end().0).map(|(start, mapping)| (*start, mapping))
     }
 
-    /// Starts of the mappings in `range`, which must hold at least one and cut none.
+    /// Returns the starts of the mappings in `range`, which must hold at least one and cut none.
     fn whole_mappings(&self, range: VaRange) -> Coded<Vec<u64>> {
         check_range(range)?;
         let starts: Vec<u64> = self.mappings_in(range).map(|(start, _)| start).collect();
@@ -383,8 +383,8 @@ impl Memory {
         self.whole_mappings(range).map(drop)
     }
 
-    /// Unmaps all mappings in `range`; blocks that nothing holds any more come out, to be dropped
-    /// without the lock of this table.
+    /// Unmaps all mappings in `range`. Returns the blocks that nothing holds any more. The caller drops them without the lock
+    /// of this table.
     pub(super) fn unmap(&mut self, range: VaRange) -> Coded<Vec<Block>> {
         let mut dead = Vec::new();
         for start in self.whole_mappings(range)? {
@@ -424,7 +424,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Host code may reach host memory only.
+    /// Checks that host code gets access to host memory only.
     fn check_access(&self, start: u64, access: &[AccessDesc]) -> Coded<()> {
         let on_device = self
             .mappings
@@ -461,14 +461,14 @@ impl Memory {
         })
     }
 
-    /// The block mapped at `address`, whether or not its handle has been released.
+    /// Returns the block mapped at `address`, whether or not its handle has been released.
     pub(super) fn mapped_block(&self, address: DeviceAddress) -> Option<&Block> {
         let (_, mapping) = self.mapping_entry(address.0)?;
         Some(&self.handles.get(&mapping.handle)?.block)
     }
 
-    /// May `place` touch every byte of `range`? Addresses outside all reservations are host memory, for
-    /// which the caller vouches, but for those that were given back.
+    /// May `place` access every byte of `range`? Addresses outside all reservations are host memory, for which the caller
+    /// vouches. Addresses that were given back are the exception.
     pub(super) fn check_touch(&self, range: VaRange, place: Location, flags: i32) -> Coded<()> {
         let mut at = range.start.0;
         while at < range.end().0 {
@@ -522,7 +522,7 @@ impl Memory {
         self.host.remove(&start).map(drop).ok_or(DriverCode::HOST_MEMORY_NOT_REGISTERED)
     }
 
-    /// Forgets what was registered for the context of `device` alone, which has ended.
+    /// Forgets registrations for the context of `device` alone, which has ended.
     pub(super) fn host_unregister_all_of(&mut self, device: DeviceOrdinal) {
         let host = &mut self.host;
         self.pinned_for_one.retain(|start, only| {
@@ -538,13 +538,13 @@ impl Memory {
         covering(&self.host, address)
     }
 
-    /// Is the host memory at `address` registered, but for the context of another device alone?
+    /// Is the host memory at `address` registered only for the context of another device?
     pub(super) fn is_pinned_for_others(&self, address: u64, device: DeviceOrdinal) -> bool {
         let start = covering(&self.host, address).map(|range| range.start.0);
         start.and_then(|start| self.pinned_for_one.get(&start)).is_some_and(|only| *only != device)
     }
 
-    /// Lets go of everything.
+    /// Releases everything.
     pub(super) fn clear(&mut self) {
         self.mappings.clear();
         for (start, size_bytes) in std::mem::take(&mut self.reservations) {
@@ -552,7 +552,7 @@ impl Memory {
                 tracing::trace!(%error, start, size_bytes, "reservation not given back");
             }
         }
-        // After the mappings: a block is settled once nothing holds its file.
+        // The blocks go after the mappings: a block is settled once nothing holds its file.
         self.handles.clear();
         self.foreign = (0, 0);
         self.host.clear();

@@ -5,7 +5,7 @@
 //! <node>/dev0/ledger          8 bytes: bytes in use; its flock serialises creation and removal
 //! <node>/dev0/h-<id>-<size>-..  one allocation
 //! <node>/host/...             the same for host memory, without a limit
-//! <node>/processes/<pid>      where a process stands that `cuCheckpointProcess*` may be about
+//! <node>/processes/<pid>      the state of a process that `cuCheckpointProcess*` may name
 //! ```
 
 use std::collections::BTreeMap;
@@ -38,14 +38,14 @@ struct OpenNode {
     version: DriverVersion,
     devices: Vec<Arc<Account>>,
     host: Arc<Account>,
-    /// Held locked while a private node is in use; the directory goes with the last user.
+    /// Held locked while a private node is in use. The last user removes the directory.
     private: Option<File>,
 }
 
 impl Drop for OpenNode {
     fn drop(&mut self) {
         if self.private.is_some() {
-            // A leftover is swept by the next private node, so a failure here has no reader.
+            // The next private node sweeps a leftover, so nobody needs to hear of a failure here.
             fs::remove_dir_all(&self.dir).ok();
         }
     }
@@ -69,7 +69,7 @@ impl SimNode {
             Account::make(&dir.join(name))?;
         }
         processes::make_place(dir)?;
-        // Last, and in one step: a node that can be opened is complete.
+        // The configuration comes last, and in one step: a node that can be opened is complete.
         let draft = dir.join("node.conf.new");
         fs::write(&draft, config)?;
         fs::rename(draft, dir.join(CONFIG))?;
@@ -85,7 +85,7 @@ impl SimNode {
         Self::open_at(dir, None)
     }
 
-    /// Makes a node under `/dev/shm` that goes away with its last user in this process.
+    /// Makes a node under `/dev/shm`, which its last user in this process removes.
     ///
     /// # Errors
     /// The error that the file system returned.
@@ -136,11 +136,11 @@ impl SimNode {
         self.shared.version
     }
 
-    /// A name for device `index` of this node that no other device shares.
+    /// Returns a name for device `index` of this node that no other device shares.
     pub fn device_uuid(&self, index: usize) -> DeviceUuid {
         let mut uuid = self.shared.id;
-        // Devices past the 256th would share a name; a node has far fewer. The first digits differ, as those of real
-        // devices do.
+        // Devices past the 256th would share a name; a node has far fewer. The first digits differ, as in the names of real
+        // devices.
         uuid[3] = uuid[3].wrapping_add(u8::try_from(index).unwrap_or(u8::MAX));
         DeviceUuid(uuid)
     }
@@ -149,7 +149,7 @@ impl SimNode {
         self.shared.devices.get(index)
     }
 
-    /// The ledger for memory at `place`, whose device id counts the node's devices.
+    /// Returns the ledger for memory at `place`, whose device id is the node's number.
     fn account(&self, place: Location) -> Option<&Arc<Account>> {
         if place.kind == LocationKind::DEVICE {
             self.device(usize::try_from(place.id).ok()?)
@@ -158,7 +158,7 @@ impl SimNode {
         }
     }
 
-    /// Makes a block and charges it. `Ok(None)` when the device has no room.
+    /// Makes a block, and charges it. `Ok(None)` when the device has no room.
     pub(super) fn create_block(
         &self,
         size_bytes: u64,
@@ -169,8 +169,7 @@ impl SimNode {
         account.create(BlockName { id: random_id()?, size_bytes, prop })
     }
 
-    /// The block that `fd` was exported from, held through a duplicate of `fd`. `Ok(None)` when `fd` is
-    /// something else.
+    /// Returns the block that `fd` was exported from, held through a duplicate of `fd`. `Ok(None)` when `fd` is something else.
     pub(super) fn import_block(&self, fd: BorrowedFd<'_>) -> io::Result<Option<Block>> {
         use std::os::fd::AsRawFd;
         let link = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
@@ -184,7 +183,7 @@ impl SimNode {
         Ok(Some(Block::of(fd.try_clone_to_owned()?.into(), name, account)))
     }
 
-    /// The block with `name`, if anybody still holds it.
+    /// Opens the block with `name`, if anybody still holds it.
     pub(super) fn open_block(&self, name: &BlockName) -> io::Result<Option<Block>> {
         let Some(account) = self.account(name.prop.location) else {
             return Ok(None);
@@ -192,11 +191,11 @@ impl SimNode {
         account.join(*name)
     }
 
-    /// The allocations of this node that the process `pid` holds, each once, as its descriptors say.
+    /// Lists the allocations of this node that the process `pid` holds, each once, by its descriptors.
     pub(super) fn blocks_held_by(&self, pid: u32) -> io::Result<Vec<HeldBlock>> {
         let mut held = BTreeMap::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-            // It may have been closed since.
+            // The descriptor may have been closed since.
             let Ok(link) = fs::read_link(entry?.path()) else { continue };
             let name = link.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let plain = link.with_file_name(name.strip_prefix(ASIDE_PREFIX).unwrap_or(name));
@@ -257,7 +256,7 @@ fn sweep_private(base: &Path) {
         let orphaned =
             File::open(entry.path().join(OWNER)).is_ok_and(|owner| owner.try_lock().is_ok());
         if orphaned {
-            // Somebody else may be sweeping too; the second finds nothing.
+            // Another process may be sweeping too. The second one finds nothing.
             fs::remove_dir_all(entry.path()).ok();
         }
     }

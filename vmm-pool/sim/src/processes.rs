@@ -1,12 +1,14 @@
-//! The calls that one process of a node makes on another by its id: `cuCheckpointProcess*`. They take a process's
-//! memory off the devices, its contexts' too, and bring it back.
+//! The calls by which one process of a node handles another by its id: `cuCheckpointProcess*`. They take a process's memory off
+//! the devices, with that of its contexts, and restore it.
 //!
-//! Each process has a page that all of the node share, with its state and how many of its threads are inside a call. The caller that checkpoints a process
-//! finds the device memory that it holds by its descriptors, so the process itself takes no part, and may be killed at any moment.
+//! Each process has a page that all processes of the node share. The page has the state of the process, and the number of its
+//! threads inside a call. The caller that checkpoints a process finds the process's device memory by its descriptors. So the
+//! process itself takes no part, and may be killed at any moment.
 //!
-//! From driver 580 (H100, H200): a checkpoint succeeds, and the restore fails with `NOT_SUPPORTED` while the process holds imports or memory of a host
-//! node, and with `INVALID_VALUE` while it has memory open by a `cudaIpc` handle. The states and what each call needs are the
-//! header's (CUDA 12.8). Not seen, and the harsher guess: after such a restore the process is `FAILED`; one without room leaves it as it was.
+//! As seen on driver 580 (H100, H200): a checkpoint succeeds, and the restore fails with `NOT_SUPPORTED` while the process
+//! holds imports or memory of a host node. It fails with `INVALID_VALUE` while the process has memory open by a `cudaIpc`
+//! handle. The states, and what each call needs, are from the header (CUDA 12.8). Not seen, and the harsher guess: after such a
+//! restore the process is `FAILED`. A restore without room leaves the process as it was.
 
 #![expect(unsafe_code, reason = "maps pages that processes share")]
 
@@ -23,15 +25,15 @@ use super::memory::{Coded, io_code};
 use super::node::SimNode;
 use sublet_driver::{DriverCode, LocationKind, ProcessState};
 
-/// The time between two looks of one that waits: pages give no event.
+/// The interval of checks during a wait: pages give no event.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// The time that a step waits for the lock, whose holder may be stopped.
+/// The longest time that a step waits for the lock, whose holder may be stopped.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 const PROCESSES: &str = "processes";
-/// Locked while one process does something to another.
+/// The file that is locked while one process changes another.
 const LOCK: &str = "lock";
-/// Words of a page.
+/// The indexes of the words of a page.
 const STATE: usize = 0;
 const INSIDE: usize = 1;
 const IMPORTS: usize = 2;
@@ -55,7 +57,7 @@ impl Page {
         }
         // SAFETY: others change it only as atomics, and nobody takes a slice of it.
         let map = unsafe { MmapOptions::new().len(length).map_mut(&file) }?;
-        // INVARIANT: so long, and every user is this type.
+        // INVARIANT: the map has that length, and every user is this type.
         let map = MmapRaw::from(map);
         Ok(Self { map, file })
     }
@@ -79,11 +81,11 @@ impl Page {
     }
 }
 
-/// This process's own page. While it lives, others find this process by its id.
+/// The page of this process. While it lives, others find this process by its id.
 #[derive(Debug)]
 pub struct ProcessPage(Page);
 
-/// A call of this process's, which nobody locks the process under.
+/// A call of this process. While it lives, no lock of the process completes.
 #[derive(Debug)]
 pub struct InCall<'a>(&'a Page);
 
@@ -94,7 +96,7 @@ impl Drop for InCall<'_> {
 }
 
 impl ProcessPage {
-    /// Goes in for a call; waits while another process has locked this one.
+    /// Begins a call. Waits while another process has locked this one.
     pub fn enter(&self) -> InCall<'_> {
         loop {
             self.0.word(INSIDE).fetch_add(1, Ordering::SeqCst);
@@ -109,28 +111,28 @@ impl ProcessPage {
         }
     }
 
-    /// A call that the lock does not hold back, as those that ask about work. Driver 580.159 ends a process that makes one while its
-    /// contexts are off the device, by SIGSEGV, and answers in one that is locked alone (seen on an H100).
+    /// Ends the process if its contexts are off the device. For calls that the lock does not hold back, such as queries about
+    /// work. Driver 580.159 ends such a process by SIGSEGV. It answers in a process that is only locked (seen on an H100).
     pub fn end_if_off_device(&self, symbol: &str) {
         if self.0.state() == ProcessState::Checkpointed {
             let said = format!(
                 "the simulated driver: {symbol} in a process whose contexts are off the device\n"
             );
             let _written = io::stderr().write_all(said.as_bytes());
-            // Not a panic: that would be caught, and answered as an error.
+            // A panic would be caught, and answered as an error.
             let _sent = nix::sys::signal::raise(nix::sys::signal::Signal::SIGSEGV);
         }
     }
 
-    /// Notes what stands in the way of a restore: the numbers of allocations that were imported, and of those that are
-    /// open by a `cudaIpc` handle.
+    /// Records the obstacles to a restore: the numbers of imported allocations, and of those that are open by a `cudaIpc`
+    /// handle.
     pub fn note_foreign(&self, imports: u32, opened: u32) {
         self.0.word(IMPORTS).store(imports, Ordering::SeqCst);
         self.0.word(OPENED).store(opened, Ordering::SeqCst);
     }
 }
 
-/// Makes the place by which processes of the node at `dir` find each other.
+/// Makes the directory by which processes of the node at `dir` find each other.
 pub(super) fn make_place(dir: &Path) -> io::Result<()> {
     fs::create_dir_all(dir.join(PROCESSES))?;
     let mut lock = OpenOptions::new();
@@ -147,11 +149,11 @@ impl SimNode {
     /// # Errors
     /// The error that the file system returned.
     pub fn stand(&self) -> io::Result<ProcessPage> {
-        // A node that a script has made need not have it.
+        // A node that a script has made may lack it.
         make_place(self.dir())?;
         self.sweep_processes();
         let path = self.page_path(std::process::id());
-        // Locked before it has its name: one without a lock is of a process that has ended.
+        // It is locked before it has its name: a page without a lock belongs to a process that has ended.
         let draft = path.with_extension("new");
         let page = Page::open(OpenOptions::new().read(true).write(true).create(true), &draft)?;
         page.file.lock_shared()?;
@@ -166,13 +168,13 @@ impl SimNode {
                 entry.file_name().to_str().is_some_and(|name| name.parse::<u32>().is_ok());
             let is_dead = || File::open(entry.path()).is_ok_and(|page| page.try_lock().is_ok());
             if is_page && is_dead() {
-                // Somebody else may be sweeping too.
+                // Another process may be sweeping too.
                 fs::remove_file(entry.path()).ok();
             }
         }
     }
 
-    /// The page of a process that lives.
+    /// Opens the page of a process that lives.
     fn page_of(&self, pid: u32) -> Coded<Page> {
         let opened = Page::open(OpenOptions::new().read(true).write(true), &self.page_path(pid));
         let page = opened.map_err(|_| DriverCode::INVALID_VALUE)?;
@@ -192,11 +194,11 @@ impl SimNode {
         Ok(self.page_of(pid)?.state())
     }
 
-    /// `cuCheckpointProcessLock`: the process's calls wait from now on. Waits until those under way are out, with `timeout`
-    /// at most for so long; then all is as before.
+    /// `cuCheckpointProcessLock`: makes the process's calls wait from now on. Waits until the calls under way are out, for at
+    /// most `timeout` if there is one. After a timeout the process runs as before.
     ///
     /// # Errors
-    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless it runs; `NOT_READY` after the timeout.
+    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless the process runs; `NOT_READY` after the timeout.
     pub fn lock_process(&self, pid: u32, timeout: Option<Duration>) -> Coded<()> {
         let page = self.page_of(pid)?;
         let (running, locked) = (ProcessState::Running.number(), ProcessState::Locked.number());
@@ -218,15 +220,15 @@ impl SimNode {
     /// `cuCheckpointProcessUnlock`.
     ///
     /// # Errors
-    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless it is locked.
+    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless the process is locked.
     pub fn unlock_process(&self, pid: u32) -> Coded<()> {
         self.step(pid, ProcessState::Locked, || Ok(ProcessState::Running))
     }
 
-    /// `cuCheckpointProcessCheckpoint`: what the process holds of devices is free for others.
+    /// `cuCheckpointProcessCheckpoint`: frees the process's memory on devices for others.
     ///
     /// # Errors
-    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless it is locked; `UNKNOWN` when the node's files cannot be changed.
+    /// `INVALID_VALUE`; `ILLEGAL_STATE` unless the process is locked; `UNKNOWN` when the node's files cannot be changed.
     pub fn checkpoint_process(&self, pid: u32) -> Coded<()> {
         self.step(pid, ProcessState::Locked, || {
             for block in self.blocks_held_by(pid).map_err(|error| io_code(&error))? {
@@ -236,11 +238,11 @@ impl SimNode {
         })
     }
 
-    /// `cuCheckpointProcessRestore`: takes it back, all or nothing, and leaves the process locked.
+    /// `cuCheckpointProcessRestore`: takes that memory again, all or nothing, and leaves the process locked.
     ///
     /// # Errors
-    /// `INVALID_VALUE`, `NOT_SUPPORTED`: see the head of this module; `ILLEGAL_STATE` unless it is checkpointed; `OUT_OF_MEMORY`, and
-    /// the process is as before.
+    /// `INVALID_VALUE`, `NOT_SUPPORTED`: see the head of this module; `ILLEGAL_STATE` unless the process is checkpointed;
+    /// `OUT_OF_MEMORY`, which leaves the process as before.
     pub fn restore_process(&self, pid: u32) -> Coded<()> {
         let page = self.page_of(pid)?;
         let blocks = self.blocks_held_by(pid).map_err(|error| io_code(&error))?;
@@ -273,7 +275,7 @@ impl SimNode {
         })
     }
 
-    /// Does `work` on a process that is in state `from`, as the only one that does.
+    /// Runs `work` on a process that is in state `from`, with all other steps shut out.
     fn step(
         &self,
         pid: u32,
@@ -281,7 +283,7 @@ impl SimNode {
         work: impl FnOnce() -> Coded<ProcessState>,
     ) -> Coded<()> {
         let page = self.page_of(pid)?;
-        // Next to the page, whose lock says that its process lives.
+        // The lock is a file next to the page: the page's own lock says that its process lives.
         let gate = File::open(self.dir().join(PROCESSES).join(LOCK));
         let gate = gate.map_err(|error| io_code(&error))?;
         let until = Instant::now() + STEP_TIMEOUT;

@@ -1,14 +1,14 @@
-//! The choice of the stream whose work runs next, by a seed: for tests of what must be right in any order.
+//! The choice by a seed of the stream whose work runs next. It is for tests of results that must be right in any order.
 //!
-//! Work that is first in its stream waits for a number of calls of the driver that the seed says, then runs alone; of several the
-//! seed chooses one. So copies overtake kernels that were launched before them, and the reverse. A thread that waits for
-//! work has all of it run, in an order of the seed's. What a stream does itself to wait for another is not held up.
+//! The first work of a stream waits for a number of driver calls, which the seed chooses. Then it runs alone. If several could
+//! run, the seed chooses one. So copies overtake kernels that were launched before them, and the reverse. A thread that waits
+//! for work has all work run, in an order by the seed. A stream's own wait for another stream is not held up.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use sublet_driver::RawStream;
 
-/// For how many calls work is held up at most.
+/// The most calls for which work is held up.
 const CALLS_MAX: u64 = 12;
 
 /// See the head of this module.
@@ -21,16 +21,16 @@ pub(super) struct Schedule {
 #[derive(Debug)]
 struct RunQueue {
     random: u64,
-    /// Streams whose first work could run, and for how many calls it does not.
+    /// The streams whose first work could run, each with the number of calls for which it still waits.
     ready: Vec<(RawStream, u64)>,
     runs: Option<RawStream>,
-    /// Threads that wait for work.
+    /// The number of threads that wait for work.
     waiting: usize,
     has_ended: bool,
 }
 
 impl RunQueue {
-    /// A number below `end` (`SplitMix64`).
+    /// Returns a number below `end` (`SplitMix64`).
     fn below(&mut self, end: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -68,7 +68,7 @@ impl Schedule {
         self.table().ready.len()
     }
 
-    /// Waits until the first work of this stream is the one that runs.
+    /// Waits until the first work of this stream is chosen to run.
     pub(super) fn begin(&self, stream: RawStream) {
         let mut table = self.table();
         let calls = table.below(CALLS_MAX);
@@ -80,7 +80,7 @@ impl Schedule {
         }
     }
 
-    /// That work is done.
+    /// Records that this work is done.
     pub(super) fn end(&self) {
         let mut table = self.table();
         table.runs = None;
@@ -88,7 +88,7 @@ impl Schedule {
         self.changed.notify_all();
     }
 
-    /// The driver was called.
+    /// Records that the driver was called.
     pub(super) fn called(&self) {
         let mut table = self.table();
         table.ready.iter_mut().for_each(|(_, calls)| *calls = calls.saturating_sub(1));
@@ -96,7 +96,7 @@ impl Schedule {
         self.changed.notify_all();
     }
 
-    /// Does what waits for work.
+    /// Runs `wait`, which waits for work.
     pub(super) fn while_waiting(&self, wait: impl FnOnce()) {
         {
             let mut table = self.table();
@@ -108,7 +108,7 @@ impl Schedule {
         self.table().waiting -= 1;
     }
 
-    /// The driver ends: nothing is held up any more.
+    /// Ends the schedule with the driver: nothing is held up any more.
     pub(super) fn finish(&self) {
         self.table().has_ended = true;
         self.changed.notify_all();

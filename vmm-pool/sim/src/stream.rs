@@ -11,12 +11,13 @@ use sublet_driver::{DeviceAddress, DriverCode, RawStream, VaRange};
 
 type Run = dyn Fn(&Core) -> Result<(), DriverCode> + Send + Sync;
 
-/// When work no longer uses what it touches.
+/// The time at which work no longer uses the ranges that it touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ends {
-    /// When it is done.
+    /// The time when the work is done.
     Done,
-    /// When its caller has waited for it, or asked and was told. Until then it may be under way, however fast it was here.
+    /// The time when its caller has waited for it, or has asked and heard that it is done. Until then it may be under way,
+    /// however fast it was here.
     Seen,
 }
 
@@ -24,12 +25,12 @@ enum Ends {
 #[derive(Clone)]
 pub struct Work {
     run: Arc<Run>,
-    /// By where they begin.
+    /// The ranges that the work touches, by start.
     touches: Arc<[(VaRange, Touch)]>,
-    /// The first that its caller named.
+    /// The first range that the caller named.
     first: VaRange,
     ends: Ends,
-    /// It does nothing but wait for another stream.
+    /// The work only waits for another stream.
     is_wait: bool,
 }
 
@@ -40,13 +41,13 @@ impl std::fmt::Debug for Work {
 }
 
 impl Work {
-    /// Work that says nothing of what it touches.
+    /// Makes work that names no ranges that it touches.
     pub fn new(run: impl Fn(&Core) -> Result<(), DriverCode> + Send + Sync + 'static) -> Self {
         let first = VaRange::new(DeviceAddress(0), 0);
         Self { run: Arc::new(run), touches: Arc::new([]), first, ends: Ends::Done, is_wait: false }
     }
 
-    /// Returns work that waits for another stream, so that its own comes behind that one.
+    /// Makes work that waits for another stream, so that later work of this stream comes behind it.
     pub(super) fn waiting(wait: impl Fn() + Send + Sync + 'static) -> Self {
         let run = move |_: &Core| {
             wait();
@@ -55,7 +56,7 @@ impl Work {
         Self { is_wait: true, ..Self::new(run) }
     }
 
-    /// The same, which touches `ranges`: what is unmapped there before it is done is unmapped under it.
+    /// Adds `ranges` that the work touches. If one is unmapped before the work is done, it is unmapped under the work.
     #[must_use]
     pub fn touching(self, ranges: impl IntoIterator<Item = (VaRange, Touch)>) -> Self {
         let mut touches: Vec<_> = ranges.into_iter().collect();
@@ -64,13 +65,13 @@ impl Work {
         Self { touches: touches.into(), first, ..self }
     }
 
-    /// The first that it touches.
+    /// The first range that the work touches.
     pub(super) fn first_range(&self) -> VaRange {
         self.first
     }
 
-    /// The same, of a caller that knows no events and no callbacks: what it has not waited for is under way. Whatever else
-    /// it queues for the same bytes on another stream meanwhile has no order with this.
+    /// Marks work of a caller that knows no events and no callbacks: work that the caller has not waited for is under way.
+    /// Other work that it queues meanwhile for the same bytes on another stream has no order with this work.
     #[must_use]
     pub(super) fn until_seen(self) -> Self {
         Self { ends: Ends::Seen, ..self }
@@ -88,7 +89,7 @@ pub(super) fn meet(one: VaRange, other: VaRange) -> bool {
 /// The ranges that a stream's work uses until the stream has come to a point.
 struct InUse {
     point: u64,
-    /// By where they begin.
+    /// The ranges, by start.
     touches: Arc<[(VaRange, Touch)]>,
     ends: Ends,
 }
@@ -106,11 +107,12 @@ impl InUse {
         self.touches.iter().any(|(touched, _)| meet(*touched, range))
     }
 
-    /// Do both use the same bytes, and one of them writes there?
+    /// Do both use the same bytes, and does one of them write there?
     fn conflicts(&self, work: &Work) -> bool {
         let mut ours = self.touches.iter().peekable();
         let mut theirs = work.touches.iter().peekable();
-        // Both lists in one order: each range is held against all that begin before it, of which the one that reaches furthest says it all.
+        // Both lists are in one order. Each range is compared with all that begin before it. Of those, the one that reaches
+        // furthest decides.
         let (mut our_reach, mut their_reach) = (Reach::default(), Reach::default());
         loop {
             let start = |touch: Option<&&(VaRange, Touch)>| touch.map(|(range, _)| range.start);
@@ -142,7 +144,7 @@ impl InUse {
     }
 }
 
-/// The highest end of those ranges of a list that have been looked at.
+/// The highest end of the ranges of a list that have been looked at.
 #[derive(Default)]
 struct Reach {
     of_all: u64,
@@ -158,15 +160,15 @@ impl Reach {
     }
 }
 
-/// Points of streams that something comes after.
+/// Points of streams that later work comes after.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Behind {
-    /// By the place of the stream in memory, which nothing else takes as long as it is here.
+    /// The points by the stream's address in memory, which nothing else has while the entry exists.
     points: BTreeMap<usize, (Weak<Stream>, u64)>,
 }
 
 impl Behind {
-    /// The point of `stream` among them; 0 for none.
+    /// Returns the point of `stream` among them; 0 for none.
     pub(super) fn of(&self, stream: &Arc<Stream>) -> u64 {
         self.points.get(&Arc::as_ptr(stream).addr()).map_or(0, |(_, point)| *point)
     }
@@ -183,7 +185,7 @@ impl Behind {
     }
 }
 
-/// A point of a stream, and what the stream has waited for before it.
+/// A point of a stream, and the points that the stream has waited for before it.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     stream: Weak<Stream>,
@@ -192,19 +194,19 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// Waits until the stream has come there. The work of a stream that is gone is done.
+    /// Waits until the stream has reached the point. All work of a stream that is gone is done.
     pub(super) fn wait(&self) {
         if let Some(stream) = self.stream.upgrade() {
             stream.wait_until(self.point);
         }
     }
 
-    /// Has the stream come there?
+    /// Has the stream reached the point?
     pub(super) fn is_reached(&self) -> bool {
         self.stream.upgrade().is_none_or(|stream| stream.lock().completed >= self.point)
     }
 
-    /// Waits as [`Self::wait`] does, for a caller who then knows that all of it is done, on every stream.
+    /// Waits as [`Self::wait`] does, for a caller who then knows that all this work is done, on every stream.
     pub(super) fn show(&self) {
         self.wait();
         for (stream, point) in self.all().points.values() {
@@ -225,7 +227,7 @@ impl Mark {
 /// The relation of a stream to the default stream of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamKind {
-    /// The default stream itself: waits for all blocking streams, and they for it.
+    /// The default stream itself: it waits for all blocking streams, and they wait for it.
     Default,
     /// Ordered against the default stream.
     Blocking,
@@ -245,7 +247,7 @@ struct Queue {
     behind: Behind,
     /// No more work comes; the worker ends when the queue is empty.
     ending: bool,
-    /// The driver is going away: queued work is dropped and nobody waits any more.
+    /// The driver is ending: queued work is dropped, and nobody waits any more.
     aborted: bool,
 }
 
@@ -302,7 +304,7 @@ impl Stream {
             } else {
                 core.in_turn(self.id, || self.run_one(core, &work));
             }
-            // What the work holds goes before anybody is told that it is done.
+            // The objects that the work holds are dropped before anybody hears that it is done.
             drop(work);
             self.lock().completed += 1;
             self.changed.notify_all();
@@ -337,7 +339,7 @@ impl Stream {
         }
     }
 
-    /// Adds work. Says where the stream is when it is done.
+    /// Adds work. Returns the point of the stream at which it is done.
     pub(super) fn submit(self: &Arc<Self>, work: Work) -> Mark {
         let mut queue = self.lock();
         queue.submitted += 1;
@@ -354,7 +356,7 @@ impl Stream {
         mark
     }
 
-    /// Has later work wait for `mark`.
+    /// Makes later work wait for `mark`.
     pub(super) fn come_behind(self: &Arc<Self>, mark: Mark) {
         self.lock().behind.join(&mark.all());
         self.submit(Work::waiting(move || mark.wait()));
@@ -365,7 +367,7 @@ impl Stream {
         self.lock().behind.clone()
     }
 
-    /// The point that the stream reaches when all work submitted so far is done; `None` when it is.
+    /// Returns the point that the stream reaches when all work submitted so far is done; `None` if it is done already.
     pub(super) fn pending(&self) -> Option<u64> {
         let queue = self.lock();
         (queue.completed < queue.submitted).then_some(queue.submitted)
@@ -378,14 +380,14 @@ impl Stream {
         }
     }
 
-    /// Returns the point that the stream reaches when all is done that has been submitted.
+    /// Returns the point that the stream reaches when all work submitted so far is done.
     pub(super) fn mark(self: &Arc<Self>) -> Mark {
         let queue = self.lock();
         let (point, behind) = (queue.submitted, queue.behind.clone());
         Mark { stream: Arc::downgrade(self), point, behind }
     }
 
-    /// Is all done that was submitted? Asked by the stream's caller.
+    /// Is all submitted work done? If so, the stream's caller knows it from now on.
     pub(super) fn show_if_idle(self: &Arc<Self>) -> bool {
         let mark = self.mark();
         let is_idle = mark.is_reached();
@@ -401,7 +403,7 @@ impl Stream {
         queue.in_use.iter().any(|used| !used.is_over(&queue) && used.meets(range))
     }
 
-    /// Describes what its work uses, and how far the stream is, for an error.
+    /// Describes the ranges that its work uses, and its progress, for an error.
     pub(super) fn uses_in_words(&self) -> String {
         let queue = self.lock();
         let used = queue.in_use.iter().filter(|used| !used.is_over(&queue));
@@ -410,13 +412,14 @@ impl Stream {
         format!("{self:?} ({submitted} submitted, {completed} done, seen to {seen}: {used:?})")
     }
 
-    /// Does its work use anything that nobody knows to be done with?
+    /// Does its work use anything that its caller does not know to be done?
     pub(super) fn uses_anything(&self) -> bool {
         let queue = self.lock();
         queue.completed < queue.submitted || queue.in_use.iter().any(|used| !used.is_over(&queue))
     }
 
-    /// Does its work use bytes of `work`, which is for another stream and waits for what comes until `point`, and no more?
+    /// Does its work that comes after `point` conflict with `work`? `work` is for another stream, and waits for this one only
+    /// up to `point`.
     pub(super) fn races_with(&self, work: &Work, point: u64) -> bool {
         if work.ends == Ends::Done {
             return false;

@@ -1,9 +1,9 @@
 //! Host address space as the stand-in for device address space.
 //!
 //! # Safety of this file
-//! Ranges that are reserved here are known to nobody but the tables of [`super::memory`], which hand each
-//! of them to exactly one reservation, or to the one function here that gives its range back itself. Changing the
-//! protection or the backing of a page inside one is therefore invisible to Rust: the contents are only ever reached through raw pointers.
+//! Only the tables of [`super::memory`] know the ranges that are reserved here. They hand each range to exactly one
+//! reservation. The exception is a function here that gives its range back itself. A change of the protection or the backing of
+//! a page in such a range is therefore invisible to Rust: the contents are only ever reached through raw pointers.
 
 #![expect(unsafe_code, reason = "device addresses are host mappings placed at fixed addresses")]
 
@@ -16,10 +16,10 @@ use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Size of a large page of the machine's, on x86-64.
+/// The size of a large page of the machine, on x86-64.
 pub(super) const LARGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// The machine gives no large pages: nobody asks it again.
+/// Set when the machine gives no large pages, so that nobody asks it again.
 static HAS_NO_LARGE_PAGES: AtomicBool = AtomicBool::new(false);
 
 fn length(size_bytes: u64) -> Result<NonZeroUsize, Errno> {
@@ -46,7 +46,7 @@ fn idle_flags() -> MapFlags {
     MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE
 }
 
-/// Takes `[start, start + size_bytes)` if nothing at all is there.
+/// Reserves `[start, start + size_bytes)` if nothing at all is there.
 pub(super) fn reserve_at(start: u64, size_bytes: u64) -> Result<(), Errno> {
     let flags = idle_flags() | MapFlags::MAP_FIXED_NOREPLACE;
     // SAFETY: `MAP_FIXED_NOREPLACE` never replaces an existing mapping, so no memory in use changes.
@@ -63,7 +63,7 @@ pub(super) fn give_back(start: u64, size_bytes: u64) -> Result<(), Errno> {
     unsafe { munmap(pointer(start)?, length(size_bytes)?.get()) }
 }
 
-/// Places the contents of `fd` over a part of a reservation, without access.
+/// Maps `fd` over a part of a reservation, without access.
 pub(super) fn place(start: u64, size_bytes: u64, fd: BorrowedFd<'_>) -> Result<(), Errno> {
     let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
     // SAFETY: the range lies inside a reservation of the caller's table (head of this file), so only
@@ -72,9 +72,9 @@ pub(super) fn place(start: u64, size_bytes: u64, fd: BorrowedFd<'_>) -> Result<(
     Ok(())
 }
 
-/// Has each page of `fd` that is written be one of 2 MiB, where the machine can (`MADV_COLLAPSE`, Linux 6.1): small pages are
-/// given, cleared, mapped and taken back one by one, and most of the time of a test that writes all memory went there. A page
-/// in which nothing is written stays as it is. Best effort: contents and addresses are the same without.
+/// Makes each written page of `fd` one of 2 MiB, where the machine can (`MADV_COLLAPSE`, Linux 6.1). Small pages are allocated,
+/// cleared, mapped and freed one by one. Most of the time of a test that writes all memory was spent there. A page without
+/// contents stays as it is. Best effort: contents and addresses are the same without it.
 pub(super) fn enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) {
     if size_bytes >= LARGE_PAGE_BYTES
         && !HAS_NO_LARGE_PAGES.load(Ordering::Relaxed)
@@ -86,7 +86,7 @@ pub(super) fn enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) {
 }
 
 fn try_enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) -> Result<(), Errno> {
-    // The kernel takes an address at a multiple of their size.
+    // The kernel needs an address at a multiple of their size.
     let room_bytes = size_bytes.checked_add(LARGE_PAGE_BYTES).ok_or(Errno::EINVAL)?;
     // SAFETY: the address is the kernel's choice, so nothing in use is replaced.
     let room =
@@ -104,7 +104,7 @@ fn try_enlarge_pages(size_bytes: u64, fd: BorrowedFd<'_>) -> Result<(), Errno> {
     enlarged.map(drop)
 }
 
-/// Puts empty address space back over a part of a reservation.
+/// Puts empty address space over a part of a reservation again.
 pub(super) fn displace(start: u64, size_bytes: u64) -> Result<(), Errno> {
     let flags = idle_flags() | MapFlags::MAP_FIXED;
     // SAFETY: as in `place`.
@@ -114,13 +114,13 @@ pub(super) fn displace(start: u64, size_bytes: u64) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Sets what code of this process may do with a placed range.
+/// Sets the access that code of this process has to a mapped range.
 pub(super) fn protect(start: u64, size_bytes: u64, bits: ProtFlags) -> Result<(), Errno> {
     // SAFETY: the range is placed (head of this file); nothing holds a Rust reference into it.
     unsafe { mprotect(pointer(start)?, length(size_bytes)?.get(), bits) }
 }
 
-/// Lets the process have as many descriptors as its hard limit allows. Best effort.
+/// Raises the process's limit of descriptors to its hard limit. Best effort.
 pub(super) fn raise_descriptor_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
@@ -139,7 +139,7 @@ pub(super) unsafe fn copy(target: u64, source: u64, size_bytes: usize) {
     unsafe { std::ptr::copy(source, target, size_bytes) }
 }
 
-/// Writes `pattern` over and over; a last partial pattern is cut.
+/// Writes `pattern` repeatedly; a last partial pattern is cut.
 ///
 /// # Safety
 /// The range is mapped writable, and stays so during the call.
@@ -153,7 +153,8 @@ pub(super) unsafe fn fill(target: u64, size_bytes: usize, pattern: &[u8]) {
     let first = pattern.len().min(size_bytes);
     // SAFETY: `first` is below the size that the caller vouches for, and below that of `pattern`, which is no memory of a device's.
     unsafe { std::ptr::copy_nonoverlapping(pattern.as_ptr(), target, first) };
-    // What is written is a multiple of the pattern until the last copy: a test build copies fast and single elements slowly.
+    // The written part is a multiple of the pattern until the last copy: a test build copies fast and writes single elements
+    // slowly.
     let mut written = first;
     while written > 0 && written < size_bytes {
         let more = written.min(size_bytes - written);

@@ -1,4 +1,4 @@
-//! The conformance list on the simulated driver, and what only the simulation promises.
+//! The conformance list on the simulated driver, and the promises of the simulation alone.
 
 #![expect(unsafe_code, reason = "starts copies and pulls memory from under them")]
 #![expect(clippy::expect_used, reason = "a test fails by panicking, helpers of it too")]
@@ -124,7 +124,7 @@ fn work_on_a_freed_address_is_an_illegal_access_and_not_a_crash() {
     assert_eq!(driver.access(DEVICE, &touch).expect_err("gone"), DriverCode::ILLEGAL_ADDRESS);
 }
 
-/// A copy to host memory, of memory that comes out with the stream.
+/// Starts a copy to host memory. Returns the memory that is copied, and the stream.
 fn copying(driver: &SimDriver, host: &mut [u8]) -> (VaRange, RawStream) {
     driver.make_current(DEVICE).expect("current");
     let range = driver.allocate(DEVICE, GRANULARITY_BYTES).expect("memory");
@@ -145,7 +145,7 @@ fn memory_that_is_unmapped_before_anybody_has_waited_for_its_copy_costs_the_cont
     driver.synchronize().expect("a context");
 
     let (range, stream) = copying(&driver, &mut host);
-    // However fast it was here.
+    // The work counts as under way, however fast it was here.
     while driver.has_work(stream).expect("a stream") {
         std::thread::yield_now();
     }
@@ -240,7 +240,7 @@ fn new_memory_is_not_zero() {
     }
 }
 
-/// What ran first of two works on two streams, and whether the second was queued behind an event of the first.
+/// Runs two works on two streams, and returns the one that ran first. The second may be queued behind an event of the first.
 fn first_of_two(seed: u64, is_ordered: bool) -> usize {
     let driver = driver();
     driver.make_current(DEVICE).expect("current");
@@ -260,7 +260,7 @@ fn first_of_two(seed: u64, is_ordered: bool) -> usize {
         });
         driver.core().enqueue(stream, work).expect("queued");
     }
-    // Both must be there to be chosen from; one that need not wait may have run.
+    // Both works must be there to choose from. Work that need not wait may have run.
     let mut ran: Vec<usize> = Vec::new();
     while !is_ordered && driver.core().held_up() + ran.len() < 2 {
         ran.extend(told.try_recv());

@@ -1,16 +1,16 @@
-//! The gate alone: who goes in, who waits, who is let in.
+//! Tests of the gate alone: threads that go in, wait, or are let in.
 
 use std::sync::{Arc, mpsc};
 
 use super::*;
 
 thread_local! {
-    /// The work that this thread does, once, when it has marked its slot and not looked at the mode yet.
+    /// The work that this thread does once, after it has marked its slot and before it reads the mode.
     static BETWEEN: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
 }
 
 pub(super) fn between_mark_and_look() {
-    // A thread that ends has nothing to do here any more.
+    // A thread that is ending has no work here any more.
     if let Ok(Some(work)) = BETWEEN.try_with(Cell::take) {
         work();
     }

@@ -1,7 +1,7 @@
-//! The accounts of the ledger: in sums, allocation by allocation, and of the memory that crosses processes.
+//! The reports of the ledger: in sums, by allocation, and of memory that several processes share.
 //!
-//! A pool says what it shares when it is *frozen*: nobody is given its memory then, until the process runs again. So
-//! what all processes of a tenant say, once each of them is frozen, is true at one moment.
+//! A pool reports what it shares when it is *frozen*: then nobody is given its memory until the process runs again.
+//! Once all processes of a tenant are frozen, their reports are true at the same moment.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -17,15 +17,16 @@ use crate::store::Store;
 /// Memory of one tag, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TagTotals {
-    /// Own, on the devices.
+    /// Own memory on the devices.
     pub resident_bytes: u64,
-    /// Own, given up by a pause. What the driver would not let go then, and importers have given up, is both.
+    /// Own memory that a pause has given up. Memory that importers have given up and the driver refused to release
+    /// counts as both.
     pub away_bytes: u64,
-    /// Imported, and given up by a pause.
+    /// Imported memory that a pause has given up.
     pub imported_away_bytes: u64,
 }
 
-/// Imports that nobody can bring back.
+/// Imports that nobody can restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LostImports {
     /// The number of lost imports.
@@ -34,20 +35,21 @@ pub struct LostImports {
     pub bytes: u64,
 }
 
-/// Memory that stays with a process in a pause, in bytes. The driver does not bring it back with the process's
+/// Memory that a process keeps in a pause, in bytes. The driver does not restore it together with the process's
 /// contexts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unfreezable {
-    /// Made by the driver's allocator in host memory.
+    /// Host memory from the driver's allocator.
     pub host_bytes: u64,
-    /// Imported, and not given up by the pause.
+    /// Imported memory that the pause has not given up.
     pub imported_bytes: u64,
-    /// Registered with a network card.
+    /// Memory registered with a network card.
     pub registered_bytes: u64,
 }
 
 impl RowTable {
-    /// Own memory whose contents a pause may save to host memory, here or away, and needed or not.
+    /// Returns the size of own memory whose contents a pause may save to host memory. It may be on its device or not,
+    /// and needed or not.
     pub(crate) fn kept_bytes(&self) -> u64 {
         let is_kept = |row: &&Row| {
             row.is_own() && row.can_leave() && Store::of(row.class().contents) == Some(Store::Host)
@@ -55,7 +57,7 @@ impl RowTable {
         self.iter().filter(is_kept).map(Row::size_bytes).sum()
     }
 
-    /// Own memory that `choose` picks of `rows`.
+    /// Returns the size in bytes of the own memory among `rows` that `choose` picks, by device.
     pub(crate) fn own_bytes(
         &self,
         rows: &Rows,
@@ -70,11 +72,11 @@ impl RowTable {
         bytes
     }
 
-    /// Sets what the pause under way leaves where it is, instead of what the one before left. Allocations that this
-    /// process does not hold are passed over.
+    /// Sets the allocations that the pause under way leaves in place. They replace those of the pause before.
+    /// Allocations that this process does not hold are skipped.
     ///
     /// # Errors
-    /// [`PoolError::Disowned`] when the decision takes memory for nobody's that is this process's own. Nothing is
+    /// [`PoolError::Disowned`] if the decision treats memory of this process as memory without an owner. Nothing is
     /// changed then.
     pub(crate) fn set_stays(&mut self, stays: &[(AllocationId, StayReason)]) -> PoolResult<()> {
         let by_id: HashMap<AllocationId, StayReason> = stays.iter().copied().collect();
@@ -93,45 +95,45 @@ impl RowTable {
     }
 }
 
-// What crosses processes, and what of it a pause of all leaves in place.
+// Memory that several processes share, and the part of it that a pause of everything leaves in place.
 
 /// An allocation that more than one process may hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shareable {
     /// Its identity.
     pub id: AllocationId,
-    /// A device outside the driver's view may hold its pages, by doing of this process.
+    /// True if a device outside the driver's view may hold its pages, because this process has registered them.
     pub is_pinned: bool,
 }
 
 /// The shared device memory that one process holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct References {
-    /// Its own, that others hold or may come for.
+    /// Own memory that other processes hold, or may fetch.
     pub given: Vec<Shareable>,
-    /// Processes that may hold some of `given`: those that were given a descriptor.
+    /// The processes that may hold some of `given`, because they were given a descriptor.
     pub holders: BTreeSet<PeerId>,
-    /// Memory that the process has imported, by owner.
+    /// The memory that the process has imported, by owner.
     pub taken: BTreeMap<PeerId, Vec<Shareable>>,
-    /// Memory of the selection that was asked about, which processes of other tenants have open, by borrower.
+    /// The memory of the queried selection that processes of other tenants have open, by borrower.
     pub lent: BTreeMap<PeerId, LentTotals>,
-    /// Is some of the selection that was asked about among `given`?
+    /// Is some of the queried selection among `given`?
     pub shares_selection: bool,
 }
 
-/// Why shared memory is left on its device by all who hold it.
+/// The reason why all holders of shared memory leave it on its device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum StayReason {
-    /// Its owner lives and has it no more: nobody could create it again.
+    /// Its owner lives and has released it: nobody could create it again.
     LetGo,
-    /// Its owner takes no part in the pause.
+    /// Its owner does not take part in the pause.
     OwnerApart,
-    /// One of those who hold it has pinned it.
+    /// One of its holders has pinned it.
     Pinned,
 }
 
 impl StayReason {
-    /// In words, for the report.
+    /// Returns the reason in words, for the report.
     pub fn in_words(self) -> &'static str {
         match self {
             Self::LetGo => {
@@ -144,9 +146,9 @@ impl StayReason {
     }
 }
 
-// What a pause has saved, allocation by allocation, for a map of it.
+// The saved contents of a pause, by allocation, for a map of the process's memory.
 
-/// One allocation, and what is saved of it.
+/// One allocation, and its saved parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holding {
     /// Its identity.
@@ -157,13 +159,14 @@ pub struct Holding {
     pub device: Option<DeviceOrdinal>,
     /// Its size.
     pub size_bytes: u64,
-    /// The ranges where it is mapped, or was and will be again, in order.
+    /// The ranges where it is mapped, or where a resume maps it again, in order.
     pub ranges: Vec<VaRange>,
     /// The creator of the allocation.
     pub source: HoldingSource,
-    /// Is it on its device now? Memory that is paged counts as there while its process runs, which has it brought there at any moment.
+    /// Is it on its device now? Paged memory counts as resident while its process runs, because the process may use it
+    /// at any moment.
     pub is_resident: bool,
-    /// Parts whose contents are saved, by offset, in order and apart; none when nothing is.
+    /// The parts whose contents are saved, by offset, in order and apart; none when nothing is saved.
     pub saved_parts: Vec<Range<u64>>,
 }
 
@@ -172,10 +175,10 @@ pub struct Holding {
 pub enum HoldingSource {
     /// Created here.
     Own {
-        /// Processes that have imported it, as far as is known.
+        /// The processes that have imported it, as far as is known.
         importers: Vec<PeerId>,
     },
-    /// Created by another process of the tenant, who saves it.
+    /// Created by another process of the tenant, which saves it.
     Imported {
         /// The process that created it.
         owner: PeerId,
@@ -186,12 +189,13 @@ pub enum HoldingSource {
     Foreign,
 }
 
-/// Whether the process that asks for an inventory runs.
+/// The state of the process during an inventory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stance {
-    /// It runs, and may change what is on a device: only of what is away the saved contents are the contents.
+    /// The process runs, and may change memory on a device: saved contents are current only for memory that is off its
+    /// device.
     Runs,
-    /// It stands still: what is saved is what its memory held.
+    /// The process stands still: saved contents are current.
     StandsStill,
 }
 
@@ -218,12 +222,12 @@ impl Holding {
         }
     }
 
-    /// Was it created here?
+    /// Did this process create it?
     pub fn is_own(&self) -> bool {
         matches!(self.source, HoldingSource::Own { .. })
     }
 
-    /// Counts the bytes of it that are saved.
+    /// Counts the bytes that are saved.
     pub fn saved_bytes(&self) -> u64 {
         self.saved_parts.iter().map(|part| part.end - part.start).sum()
     }

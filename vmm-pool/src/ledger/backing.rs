@@ -6,27 +6,27 @@ use super::residency::{Change, Kept, Residency};
 use crate::deferred::Physical;
 use crate::store::{Copies, Saved, Store};
 
-/// Smallest unused part that is worth leaving out: below, a copy more costs as much as the bytes.
+/// The smallest unused part that is left out. For a smaller part, one copy more costs as much as copying the bytes.
 const UNUSED_BYTES_MIN: u64 = 1 << 20;
 
-/// See the head of this module.
+/// The backing of one allocation: see the head of this module.
 #[derive(Debug)]
 pub(crate) struct Backing {
     residency: Residency,
-    /// While it is on its device: the copy of the last pause that is still in host memory.
+    /// While the memory is on its device: the copy of the last pause that is still in host memory.
     retained: Option<Retained>,
-    /// Somebody may read its saved contents where they lie, until it is back.
+    /// True while somebody may read the saved contents in place, until the memory is back on its device.
     is_lent: bool,
-    /// It leaves and comes back while its process runs, and has a place of its own in host memory for that: the copy that is retained,
-    /// whose bytes may be old.
+    /// True for memory that is paged: it leaves its device and comes back while its process runs. For that it has a
+    /// place of its own in host memory. That place is the retained copy, whose bytes may be old.
     has_home: bool,
 }
 
-/// A copy in host memory of what an allocation held when it was paused.
+/// A copy in host memory of the contents that an allocation had when it was paused.
 #[derive(Debug)]
 struct Retained {
     saved: Saved,
-    /// Readers may ask for it: it stays whatever the next pause needs.
+    /// True if readers may use the copy: the next pause must keep it.
     is_for_readers: bool,
 }
 
@@ -36,7 +36,8 @@ impl Backing {
         Self { residency, retained: None, is_lent: false, has_home: false }
     }
 
-    /// Memory that is to have a place of its own. It is away, and nothing of it is saved: it is zero.
+    /// Makes the backing of memory with a place of its own. It is off its device and nothing of it is saved, so it is
+    /// zero.
     pub(super) fn with_home() -> Self {
         let kept = Kept { is_set_aside: true, ..Kept::default() };
         let residency = Residency::Offloaded { kept };
@@ -47,17 +48,17 @@ impl Backing {
         self.has_home
     }
 
-    /// The place of its own in host memory.
+    /// Returns its own place in host memory.
     pub(super) fn own_place(&self) -> Option<&Saved> {
         self.retained.as_ref().filter(|_| self.has_home).map(|kept| &kept.saved)
     }
 
-    /// Its own place is this, also while it is on its device.
+    /// Sets its own place, which it keeps while it is on its device.
     pub(super) fn move_in(&mut self, saved: Saved) {
         self.retained = Some(Retained { saved, is_for_readers: false });
     }
 
-    /// The handle, while it is on its device.
+    /// Returns the driver's handle, while the memory is on its device.
     pub(super) fn handle(&self) -> Option<&Physical> {
         self.residency.handle()
     }
@@ -71,17 +72,18 @@ impl Backing {
         matches!(self.residency, Residency::Lost)
     }
 
-    /// Is it on its device, which alone has its contents, with no pause or resume of it under way?
+    /// Is the memory on its device, which alone has its contents, with no pause or resume of it under way?
     pub(crate) fn is_at_rest(&self) -> bool {
         matches!(self.residency, Residency::Resident { .. })
     }
 
-    /// Does its device have its contents? Not while they come back: what is saved are the contents until then.
+    /// Does its device have the current contents? No while they are being restored: until then the saved contents are
+    /// current.
     pub(crate) fn has_contents(&self) -> bool {
         self.residency.has_contents()
     }
 
-    /// Is it on its device again, and its contents are what is saved of it?
+    /// Is the memory on its device again, while the saved contents are still the current ones?
     pub(crate) fn is_coming(&self) -> bool {
         self.residency.is_coming()
     }
@@ -95,12 +97,12 @@ impl Backing {
         self.residency.saved()
     }
 
-    /// Parts, by offset, whose contents are not saved, or need not be.
+    /// Returns the parts, by offset, whose contents are not saved, or need not be.
     pub(super) fn unused(&self) -> &[Range<u64>] {
         self.residency.unused()
     }
 
-    /// The parts whose contents are saved and put back, by offset, of an allocation of `size_bytes`.
+    /// Returns the parts, by offset, whose contents are saved and restored, of an allocation of `size_bytes`.
     pub(super) fn copied_parts(&self, size_bytes: u64) -> Vec<Range<u64>> {
         let mut parts = Vec::new();
         let mut begin = 0;
@@ -114,7 +116,7 @@ impl Backing {
         parts
     }
 
-    /// The change of its residency, in place, which it must have. A handle that comes out must be released.
+    /// Applies `change` to the residency, which must allow it. The caller must release a handle that is returned.
     pub(super) fn change(&mut self, change: Change) -> Option<Physical> {
         let before = std::mem::replace(&mut self.residency, Residency::Lost);
         let (after, handle) = before.next(change).unwrap_or_else(|state| {
@@ -129,21 +131,22 @@ impl Backing {
         handle
     }
 
-    /// Its saved contents are about to be written to its memory. That may be memory which a pause could not release.
+    /// Records that the saved contents are about to be written to the memory. A pause may have failed to release that
+    /// memory.
     pub(super) fn begin_refill(&mut self) {
         if self.has_contents() && self.saved().is_some() {
             let _none = self.change(Change::Refilled);
         }
     }
 
-    /// Its contents, or a copy of them, in `store`, when they are there.
+    /// Returns the place of its contents, or of a copy of them, in `store`, if there are any.
     pub(crate) fn held_in(&self, store: Store) -> Option<&Saved> {
         let retained = self.retained.as_ref().map(|retained| &retained.saved);
         self.saved().or(retained).filter(|saved| saved.store == store)
     }
 
-    /// The copy of the last pause in `store`, while it is on its device, where one stays that keeps `copies`.
-    /// `is_wanted` says whether this is memory of that pause.
+    /// Returns the copy of the last pause in `store`, while the memory is on its device, if a pause that keeps `copies`
+    /// keeps it. `is_wanted` says whether this is memory of that pause.
     pub(super) fn retained_in(
         &self,
         store: Store,
@@ -160,14 +163,14 @@ impl Backing {
         self.has_home || is_for_readers || is_for_pauses
     }
 
-    /// The copy of the last pause that is kept for readers, while it is on its device.
+    /// Returns the copy of the last pause that is kept for readers, while the memory is on its device.
     pub(crate) fn retained(&self) -> Option<&Saved> {
         self.retained.as_ref().filter(|kept| kept.is_for_readers).map(|kept| &kept.saved)
     }
 
-    /// It is back on its device: its copy in host memory is kept for readers, or for the next pause, or not.
-    /// A copy for the next pause alone goes where nothing is kept for that. This rule holds for memory that has been
-    /// back for longer too.
+    /// Records that the memory is back on its device. Its copy in host memory is kept for readers, for the next pause,
+    /// or not at all. Without `for_pauses`, a copy that only the next pause needs is dropped, also of memory that has
+    /// been back for longer.
     pub(super) fn retain_copy(&mut self, for_readers: bool, for_pauses: bool) {
         let is_back = self.handle().is_some();
         if self.has_home {
@@ -188,7 +191,8 @@ impl Backing {
         self.retained = is_kept.then_some(kept);
     }
 
-    /// Somebody was given the place of its copy, and may write there: nobody takes fingerprints of it for its bytes.
+    /// Records that somebody was given the place of its copy, and may write there. So its fingerprints do not count any
+    /// more.
     pub(super) fn forget_prints(&mut self) {
         self.is_lent = true;
         self.residency.forget_prints();
@@ -197,7 +201,7 @@ impl Backing {
         }
     }
 
-    /// Forgets the copy of it, which is about to be written over or given up.
+    /// Forgets its copy, which is about to be overwritten or given up.
     pub(super) fn forget_copy(&mut self) {
         self.retained = None;
     }
@@ -207,23 +211,24 @@ impl Backing {
         self.retained.as_ref().map(|kept| kept.saved.store)
     }
 
-    /// Gives its copy up, unless it stays in a pause that keeps `copies`. Says how much it held.
+    /// Drops its copy, unless a pause that keeps `copies` keeps it. Returns the size of the dropped copy.
     pub(super) fn give_copy_up(&mut self, copies: Copies, is_wanted: bool) -> u64 {
         let stays = self.copy_stays(copies, is_wanted);
         let goes = self.retained.take_if(|_| !stays);
         goes.map_or(0, |kept| kept.saved.extents.iter().map(|extent| extent.size_bytes).sum())
     }
 
-    /// Returns the place of its contents in host memory, if it is away and nobody was given that place.
+    /// Returns the place of its contents in host memory, if the memory is off its device and nobody was given that
+    /// place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         let in_memory = self.saved().filter(|saved| saved.store == Store::Host);
-        // What comes back while its process runs may be wanted any moment, by a thread that reads no file.
+        // Paged memory may be needed at any moment, by a thread that reads no file.
         let is_away = self.handle().is_none() && !self.is_lent && !self.has_home;
         in_memory.filter(|saved| is_away && !saved.extents.is_empty())
     }
 
-    /// Its contents, which are away, lie there from now on. The places that they had are free. False when it has changed
-    /// meanwhile.
+    /// Records the new place of saved contents, whose memory is off its device. Their old places are free. False if the
+    /// backing has changed meanwhile.
     pub(super) fn spill_to(&mut self, saved: Saved) -> bool {
         let moves = self.movable().is_some();
         if moves {

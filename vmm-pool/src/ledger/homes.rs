@@ -1,8 +1,9 @@
-//! Own memory that leaves and comes back while its process runs, and has a *home* for that: addresses where it is mapped, and a
-//! place for its contents.
+//! Paged memory: own memory that leaves its device and comes back while its process runs. For that it has a *home*:
+//! addresses where it is mapped, and a place for its contents.
 //!
-//! Each is a row as any other. While it is away it is set aside, and its contents lie in host memory. Its place there stays its own,
-//! also while it is on its device: the bytes there count only if the caller that moves it says so.
+//! Paged memory has rows like other memory. While it is off its device it is set aside, and its contents are in host
+//! memory. It keeps its place there while it is on its device. The bytes in that place count only if the caller that
+//! moves it says so.
 
 use super::backing::Backing;
 use super::layout::Places;
@@ -14,7 +15,8 @@ use crate::ids::VirtualHandle;
 use crate::store::{Extent, Saved, Store};
 
 impl Ledger {
-    /// Enters memory whose home is mapped at `range`, with these rights. It is away, and nothing is saved of it: it is zero.
+    /// Adds memory whose home is mapped at `range`, with these rights. It is off its device and nothing of it is saved,
+    /// so it is zero.
     pub(crate) fn insert_with_home(
         &mut self,
         new: NewRow,
@@ -29,7 +31,7 @@ impl Ledger {
         handle
     }
 
-    /// Returns the addresses of the home of memory that `is_meant`; none where there is no such memory.
+    /// Returns the addresses of the home of `handle`. None if it has no home, or if it is not memory that `is_meant`.
     pub(crate) fn home_of(
         &self,
         handle: VirtualHandle,
@@ -39,8 +41,8 @@ impl Ledger {
         self.mappings.of(row).next().map(Mapping::range)
     }
 
-    /// The addresses of contents that are about to be copied home, and the place there: the one that they have, or a new one. What lies
-    /// there has no fingerprints from now on.
+    /// Returns the addresses of contents that are about to be copied to host memory, and their place there. The place
+    /// is their own one, or a new one. The contents there have no fingerprints from now on.
     pub(crate) fn take_home_place(&mut self, handle: VirtualHandle) -> Option<(VaRange, Extent)> {
         let range = self.home_of(handle, Row::is_resident)?;
         let row = self.rows.get(handle)?;
@@ -52,7 +54,7 @@ impl Ledger {
         let extent = if let Some(whole) = whole {
             whole
         } else {
-            // What it has in pieces goes: the contents move as a whole.
+            // A place in several pieces is given up: the contents move as a whole.
             self.rows.forget_copy(handle);
             let taken = self.places_in(Store::Host);
             let at = Places::find(taken, std::iter::once(((), size_bytes))).places;
@@ -63,7 +65,8 @@ impl Ledger {
         Some((range, extent))
     }
 
-    /// Computes the end of contents in host memory with places for all that have a home, and for `more` of `size_bytes`.
+    /// Returns the end of host memory that holds a place for all memory with a home, and for `more` allocations of
+    /// `size_bytes`.
     pub(crate) fn end_with_homes(&self, more: usize, size_bytes: u64) -> u64 {
         let is_without =
             |row: &&Row| row.backing().has_home() && row.backing().held_in(Store::Host).is_none();
@@ -73,7 +76,8 @@ impl Ledger {
             .end_bytes
     }
 
-    /// Memory that was to come home and could not: it is away as before. It comes out if it is mapped nowhere.
+    /// Records that memory could not be mapped at its home again: it is off its device as before. Returns its handle if
+    /// it is mapped nowhere.
     pub(crate) fn did_not_come_home(&mut self, handle: VirtualHandle) -> Option<Physical> {
         let row = self.rows.get_mut(handle)?;
         let leaves = row.is_resident() && self.mappings.present(row).next().is_none();
@@ -84,8 +88,8 @@ impl Ledger {
 }
 
 impl RowTable {
-    /// Memory that is mapped nowhere any more has left its home: its process goes on without it. Its contents lie in its place, or nobody
-    /// needs them.
+    /// Records that memory, which is mapped nowhere any more, has left its home. Its process goes on without it. Its
+    /// contents are in its place if `has_contents`, or else nobody needs them.
     pub(crate) fn left_home(
         &mut self,
         handle: VirtualHandle,
@@ -100,7 +104,8 @@ impl RowTable {
         physical
     }
 
-    /// Memory is mapped again at its home, and its contents are there, or on their way behind an event.
+    /// Records that memory is mapped at its home again. Its contents are there, or are being copied there before an
+    /// event.
     pub(crate) fn came_home(&mut self, handle: VirtualHandle) {
         let Some(row) = self.get_mut(handle) else { return };
         row.backing_mut().retain_copy(false, false);

@@ -1,9 +1,8 @@
 //! The layout of saved contents: the places in the host arena, or in the file, where a pause puts them.
 //!
-//! Contents that are set aside lie there already and stay where they are. What else is saved goes into
-//! the first gap that holds it, in the table's order, so that a pause of everything fills the arena from end
-//! to end. Where a copy of the last pause is kept, what the next one of the same memory saves takes its place, piece
-//! by piece ([`super::pieces`]); pieces without one get their own.
+//! Contents that are set aside have a place already and keep it. Other contents go into the first gap that holds them,
+//! in the table's order. So a pause of everything fills the arena from end to end. If a copy of the last pause is kept,
+//! the next pause of the same memory replaces it piece by piece ([`super::pieces`]). Pieces without a place get one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,12 +14,12 @@ use crate::ids::AllocationId;
 use crate::ids::VirtualHandle;
 use crate::store::{Copies, Extent, Saved, Store, append};
 
-/// Places in one store for all of a selection that has to be saved there.
+/// The places in one store for all contents of a selection that must be saved there.
 #[derive(Debug, Default)]
 pub(crate) struct Layout {
     /// The allocations to be saved, in the table's order.
     pub(crate) placed: Vec<Placed>,
-    /// The end of the last of all contents, old and new.
+    /// The end of all contents in the store, old and new.
     pub(crate) end_bytes: u64,
 }
 
@@ -29,24 +28,24 @@ pub(crate) struct Layout {
 pub(crate) struct Placed {
     pub(crate) row: VirtualHandle,
     pub(crate) saved: Saved,
-    /// In order and apart.
+    /// The extents that must be copied, in order and apart.
     pub(crate) copied: Vec<Extent>,
-    /// The bytes of it that are zero.
+    /// The number of its bytes that are zero.
     pub(crate) zero_bytes: u64,
-    /// The copy that is kept of it says all this already.
+    /// True if its retained copy has all this already.
     pub(crate) is_same: bool,
 }
 
 impl Placed {
-    /// Counts the bytes of it that are copied.
+    /// Counts the bytes that are copied.
     pub(crate) fn copied_bytes(&self) -> u64 {
         self.copied.iter().map(|extent| extent.size_bytes).sum()
     }
 }
 
 impl Layout {
-    /// For all of `rows`, of which `survey` says what it holds; of the copies that are left those stay that
-    /// `copies` says.
+    /// Makes the layout for all of `rows`. `survey` has the fingerprints of their contents. `copies` says which
+    /// retained copies stay.
     pub(crate) fn of(
         table: &RowTable,
         rows: &Rows,
@@ -139,12 +138,12 @@ fn placed(
     Placed { row, saved, copied, zero_bytes: wish.zero_bytes, is_same }
 }
 
-/// Places for contents, found among those that are taken.
+/// Places for contents, in the gaps between the places that are used.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Places<K> {
-    /// For whom, and where it begins, in the order of requests.
+    /// The key of each request and the start of its place, in the order of requests.
     pub(super) places: Vec<(K, u64)>,
-    /// The end of the last of all places, old and new.
+    /// The end of all places, old and new.
     pub(super) end_bytes: u64,
 }
 
@@ -174,12 +173,12 @@ impl<K> Places<K> {
     }
 }
 
-/// Gaps in order. The first one that holds a size is found without a look at those before it, since a pause
-/// asks for each allocation, and there can be as many gaps.
+/// Gaps in order. The search for the first gap of a size does not visit the gaps before it: a pause searches once for
+/// each allocation, and there can be as many gaps as allocations.
 struct Gaps {
     gaps: Vec<Range<u64>>,
-    /// The sizes of the largest gaps, as a binary tree. The root is at 1. Below `n` are `2 * n` and `2 * n + 1`. The
-    /// lowest level is the gaps. Each node has the larger of those below.
+    /// The sizes of the largest gaps, as a binary tree. The root is at 1. The children of `n` are `2 * n` and
+    /// `2 * n + 1`. The leaves are the gaps. Each node has the larger of its children's sizes.
     largest_bytes: Vec<u64>,
 }
 
@@ -201,7 +200,7 @@ impl Gaps {
         self.largest_bytes[node] = below[0].max(below[1]);
     }
 
-    /// The begin of the first gap that holds `size_bytes`, which is smaller by that from now on.
+    /// Returns the start of the first gap that holds `size_bytes`, and shortens the gap by that size.
     fn take(&mut self, size_bytes: u64) -> Option<u64> {
         if self.largest_bytes[1] < size_bytes {
             return None;
@@ -210,7 +209,7 @@ impl Gaps {
         let mut node = 1;
         while node < leaves {
             node *= 2;
-            // Then the other one holds it, for the one above does.
+            // Then the other child holds it, because the parent does.
             if self.largest_bytes[node] < size_bytes {
                 node += 1;
             }
@@ -228,8 +227,8 @@ impl Gaps {
 }
 
 impl Ledger {
-    /// Returns the places in `store` of saved contents and copies of them, in order and apart. Places that are still
-    /// read count too.
+    /// Returns the places in `store` of saved contents and copies, in order and apart. Places that somebody still reads
+    /// count too.
     pub(crate) fn places_in(&self, store: Store) -> Vec<Range<u64>> {
         let held = self.rows.iter().filter_map(|row| row.backing().held_in(store));
         let read = self.read.upgrade();
@@ -237,30 +236,31 @@ impl Ledger {
         merged(held.chain(read).flat_map(Saved::places).collect())
     }
 
-    /// Keeps the places of `read`, also of what is freed, while the returned value lives: nobody is given them. There
-    /// is one caller at a time: the thread that takes the steps of pauses.
+    /// Keeps the places of `read` while the returned value lives, also if their memory is freed: no other contents get
+    /// them. Only one caller may use this at a time: the thread that takes the steps of pauses.
     pub(crate) fn keep_places(&mut self, read: Vec<Saved>) -> Arc<Vec<Saved>> {
         let read = Arc::new(read);
         self.read = Arc::downgrade(&read);
         read
     }
 
-    /// Somebody was given the place of the copy of all that is mapped in `range`.
+    /// Records that somebody was given the places of the copies of all that is mapped in `range`.
     pub(crate) fn lend_copies(&mut self, range: VaRange) {
         self.rows.change(self.mapped_in(range), |row| row.backing_mut().forget_prints());
     }
 }
 
 impl RowTable {
-    /// Returns the end of the last saved contents or copy in `store`; 0 where there is none.
+    /// Returns the end of all saved contents and copies in `store`; 0 if there are none.
     pub(crate) fn end_in(&self, store: Store) -> u64 {
         let held = self.iter().filter_map(|row| row.backing().held_in(store));
         held.flat_map(Saved::places).map(|place| place.end).max().unwrap_or(0)
     }
 
-    /// Contents in host memory that may be moved, those first that lie last there, up to so many bytes, and one allocation
-    /// at least; and the bytes of all that there are. Host memory is given back from its end, in whole chunks, of which `chunk_end` knows the ends, so what
-    /// lies before the end of something that stays is not moved: nothing would be given back for it.
+    /// Returns contents in host memory that may be moved, up to `most_bytes` and at least one allocation, and the bytes
+    /// of all such contents. Contents at the end of host memory come first. Host memory is given back from its end, in
+    /// whole chunks, whose ends `chunk_end` returns. So contents in front of any that stay are not moved: that would
+    /// free no host memory.
     pub(crate) fn movable(
         &self,
         most_bytes: u64,
@@ -285,12 +285,12 @@ impl RowTable {
         (first.collect(), all_bytes)
     }
 
-    /// The contents of this one lie there now. False when it has gone, or come back, meanwhile.
+    /// Records the new place of the contents of `id`. False if it is gone, or back on its device, meanwhile.
     pub(crate) fn spilled(&mut self, id: AllocationId, saved: Saved) -> bool {
         self.by_id_mut(id).is_some_and(|row| row.backing_mut().spill_to(saved))
     }
 
-    /// Copies of what has come back are kept for readers, or for the next pause, or not.
+    /// Keeps the copies of restored memory for readers, for the next pause, or not at all.
     pub(crate) fn retain_copies(&mut self, rows: &Rows, for_readers: bool, for_pauses: bool) {
         for row in self.iter_mut() {
             if rows.has(row) || !row.backing().is_coming() {
@@ -300,19 +300,19 @@ impl RowTable {
     }
 
     /// Forgets each copy that a save by `layout` changes, in any byte or in its place. The save is about to begin.
-    /// Until all is saved, what lies there is half of the old and half of the new.
+    /// Until all is saved, such a place has a mix of old and new contents.
     pub(crate) fn forget_copies(&mut self, layout: &Layout) {
         let changed = layout.placed.iter().filter(|placed| !placed.is_same);
         self.change(changed.map(|placed| placed.row), |row| row.backing_mut().forget_copy());
     }
 
-    /// The copy of this one does not count.
+    /// Forgets the copy of this allocation.
     pub(crate) fn forget_copy(&mut self, handle: VirtualHandle) {
         self.change([handle], |row| row.backing_mut().forget_copy());
     }
 
-    /// Gives up copies that only the next pause has use for, but those that `copies` says of a pause of `rows`.
-    /// Says how much they hold.
+    /// Drops copies that only the next pause could use, except those that a pause of `rows` with `copies` keeps.
+    /// Returns their size in bytes.
     pub(crate) fn give_copies_up(&mut self, rows: &Rows, copies: Copies) -> u64 {
         let mut bytes = 0;
         for row in self.iter_mut() {

@@ -1,7 +1,7 @@
-//! A place where an allocation is mapped, and what the ledger knows of an address, for calls that ask about one.
+//! A place where an allocation is mapped, and the ledger's answers to questions about an address.
 //!
-//! The driver knows more, and is asked wherever it can answer. It cannot while memory is away, and what it says in the
-//! middle of a pause or resume may be half of the truth. So a caller looks here first and again afterwards.
+//! The driver knows more, and callers ask it wherever it can answer. It cannot while memory is off its device. During a
+//! pause or resume its answer may be half true. So a caller looks here first, and again after the driver's answer.
 
 mod all;
 
@@ -20,20 +20,21 @@ pub(crate) use self::all::Mappings;
 pub(crate) struct Mapping {
     range: VaRange,
     allocation: VirtualHandle,
-    /// Rights by place, as last set. Empty: never set, so nobody may touch it.
+    /// The rights of each place, as last set. Empty: never set, so no place may access the memory.
     access: BTreeMap<Location, i32>,
     presence: Presence,
-    /// It is about to be taken out of the driver's page tables: what the driver says of it holds no more.
+    /// True while it is about to be removed from the driver's page tables: the driver's answers about it are no longer
+    /// valid.
     is_leaving: bool,
     /// The number of times that the mapping has begun to leave the page tables.
     departures: u64,
-    /// The number of opens of another process's block here that are not closed yet; 0 for any other mapping.
+    /// The number of opens of another process's block here that are not closed yet. 0 for any other mapping.
     opened: u32,
-    /// For a block: the context in which it was allocated, with which it ends.
+    /// For a block: the context in which it was allocated. The block ends with this context.
     context: Option<RawContext>,
-    /// Rights were set on a part of it: what is recorded of them may not hold for all.
+    /// True once rights were set on a part of it: the recorded rights may not be valid for the whole mapping.
     pub(super) is_uneven: bool,
-    /// For a block: one caller gives it up at this moment, and no other may.
+    /// For a block: true while one caller gives it up, so that no other may.
     is_claimed: bool,
 }
 
@@ -42,9 +43,9 @@ pub(crate) struct Mapping {
 pub(crate) enum Presence {
     /// Nothing.
     Absent,
-    /// It is mapped, and its rights are still to be set.
+    /// It is mapped, but its rights are not set yet.
     Bare,
-    /// All that its record says.
+    /// It is mapped, with all recorded rights.
     Whole,
 }
 
@@ -77,7 +78,7 @@ impl Mapping {
         self.presence
     }
 
-    /// Is anything of it in the driver's page tables?
+    /// Is the mapping in the driver's page tables?
     pub(crate) fn is_present(&self) -> bool {
         self.presence != Presence::Absent
     }
@@ -92,7 +93,7 @@ impl Mapping {
         self.access.iter().map(|(&location, &flags)| AccessDesc { location, flags }).collect()
     }
 
-    /// The rights of `place`; none where they were never set.
+    /// Returns the rights of `place`; none if they were never set.
     pub(crate) fn rights_of(&self, place: Location) -> Option<i32> {
         self.access.get(&place).copied()
     }
@@ -106,8 +107,8 @@ impl Mapping {
         self.opened
     }
 
-    /// Returns the number by which [`super::Ledger::sight_of`] tells two looks apart. `None` while the driver knows
-    /// less than the record.
+    /// Returns the number with which [`super::Ledger::sight_of`] distinguishes two looks. `None` while the driver's
+    /// page tables lack something that is recorded.
     pub(crate) fn standing(&self) -> Option<u64> {
         (self.presence == Presence::Whole && !self.is_leaving).then_some(self.departures)
     }
@@ -128,23 +129,23 @@ impl Mapping {
 
 // Questions about an address.
 
-/// A look at a mapping that the driver has as it is recorded.
+/// A look at a mapping that is in the driver's page tables as recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sight {
     start: u64,
     departures: u64,
 }
 
-/// The record of an address whose memory is away, or comes or goes.
+/// The record of an address whose memory is off its device, or is being moved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// The whole mapping that holds it.
     pub mapping: VaRange,
-    /// A number that the memory has alone.
+    /// A number that no other memory has.
     pub number: u64,
     /// For a block: the size that its caller requested, in bytes.
     pub block_bytes: Option<u64>,
-    /// The range that the caller was given to map it in, where the driver has reserved more for us.
+    /// The range that the caller was given to map it in, if the driver has reserved a larger range for Sublet.
     pub reserved: Option<VaRange>,
     /// The properties that the memory was created with.
     pub prop: AllocationProp,
@@ -164,23 +165,23 @@ impl Facts {
 /// The source that can answer a question about an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Known {
-    /// The driver: the pool has nothing there.
+    /// The driver can answer: the pool has nothing at the address.
     Elsewhere,
-    /// The driver, as long as a second look afterwards is the same.
+    /// The driver can answer. The answer is valid if a second look afterwards returns the same.
     Here(Sight),
-    /// The ledger.
+    /// The ledger answers.
     Away(Facts),
-    /// Nobody: the addresses are ours, and nothing is there for the caller.
+    /// Nobody can answer: the addresses are Sublet's, and nothing is mapped there for the caller.
     Nobody,
 }
 
 impl Ledger {
-    /// Tells who can answer a question about `address` now.
+    /// Returns the source that can answer a question about `address` now.
     pub(crate) fn sight_of(&self, address: DeviceAddress) -> Known {
         let Some((mapping, row)) = self.mapped_at(address) else {
             return Known::Elsewhere;
         };
-        // Of host files the driver knows no allocation, only that the host has registered something.
+        // The driver knows no allocation of a host file, only that the host has registered something.
         match mapping.standing().filter(|_| !row.is_of_host_file()) {
             Some(departures) => Known::Here(Sight { start: mapping.range().start.0, departures }),
             None => Known::Away(Facts {
@@ -196,7 +197,7 @@ impl Ledger {
     }
 }
 
-/// A block of plain memory. Another block that lies at the same address later is not this one.
+/// A block of plain memory. A later block at the same address is not equal to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     pub(crate) range: VaRange,
@@ -213,7 +214,7 @@ impl Block {
         self.range.start
     }
 
-    /// Tells it from all other blocks of this process, also from those that lie at its address later.
+    /// Returns a value that no other block of this process has, not even a later one at the same address.
     pub fn identity(&self) -> VirtualHandle {
         self.allocation
     }

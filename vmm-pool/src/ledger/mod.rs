@@ -7,15 +7,15 @@
 //!                      +---------------- one allocation, any number of mappings
 //! ```
 //!
-//! It calls nobody: a caller that changes it has made, or is about to make, the driver agree. A row is found by its handle,
-//! whose generation makes a look at a row that is gone find nothing.
+//! The ledger calls no other module. A caller that changes it has made the driver agree, or is about to. A row is found
+//! by its handle. The handle's generation makes a look-up of a removed row find nothing.
 //!
 //! # Invariants
 //! 1. Every mapping names a live row, and that row lists the mapping's start; both ways.
 //! 2. Mappings do not overlap.
-//! 3. A row lives while it has a reference, a mapping, or an open ticket; while it is not
-//!    resident also as long as an importer may want it again.
-//! 4. A driver's handle is in one row, or in none and then its holder's to release.
+//! 3. A row lives while it has a reference, a mapping, or an open ticket. A row that is not resident also lives as long
+//!    as an importer may fetch it again.
+//! 4. A driver's handle is in one row. If it is in none, its holder must release it.
 
 mod accounts;
 mod backing;
@@ -63,20 +63,20 @@ use crate::error::{Describe, PoolError, PoolResult};
 use crate::ids::{AllocationId, VirtualHandle};
 use crate::store::Saved;
 
-/// See the head of this module.
+/// The rows and mappings of one process: see the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pub(crate) rows: RowTable,
     pub(crate) mappings: Mappings,
     pub(crate) views: Views,
     watches: Watches,
-    /// Contents that somebody reads where they lie, who has no lock meanwhile.
+    /// The places of contents that somebody reads in place, without a lock.
     read: Weak<Vec<Saved>>,
-    /// Nothing is given to importers: a pause has asked who holds what, or memory is away.
+    /// True while importers are given nothing: a pause has asked who holds what, or memory is off its device.
     is_frozen: bool,
 }
 
-/// The data that the driver needs to make a recorded mapping again.
+/// The data that the driver needs to map a recorded mapping again.
 #[derive(Debug)]
 pub(crate) struct Remount {
     pub(crate) range: VaRange,
@@ -88,22 +88,22 @@ pub(crate) struct Remount {
 
 // Rows and mappings.
 impl Ledger {
-    /// The mapping that holds `address`, with its row.
+    /// Returns the mapping that holds `address`, with its row.
     pub(crate) fn mapped_at(&self, address: DeviceAddress) -> Option<(&Mapping, &Row)> {
         let mapping = self.mappings.at(address)?;
         Some((mapping, self.rows.get(mapping.allocation())?))
     }
 
-    /// Takes the row out when nothing holds it any more.
+    /// Removes the row if nothing holds it any more.
     fn take_garbage(&mut self, handle: VirtualHandle) -> Option<Row> {
         let is_frozen = self.is_frozen;
         self.rows.take(handle, |row| row.is_garbage(is_frozen))
     }
 }
 
-// What applications' calls change. Rows that come out are held by nobody any more.
+// Changes that applications' calls make. Nothing holds the rows that these methods return.
 impl Ledger {
-    /// One reference less.
+    /// Drops one reference.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], also when all references are used up.
@@ -115,8 +115,8 @@ impl Ledger {
         Ok(self.take_garbage(handle))
     }
 
-    /// Records a mapping that is about to be made. From then on it keeps its memory, whatever another thread
-    /// releases.
+    /// Records a mapping that is about to be made. From then on the mapping keeps its memory, even if another thread
+    /// releases the handle.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`]; [`PoolError::Driver`] for what the driver would refuse
@@ -128,16 +128,17 @@ impl Ledger {
         handle: VirtualHandle,
     ) -> PoolResult<(RawHandle, Option<DeviceOrdinal>)> {
         let row = self.rows.find(handle)?;
-        // The driver sees no mapping whose memory is away, or that is being made; it is one all the same.
+        // The driver does not see a mapping whose memory is off its device, or that is being made. Such a mapping
+        // counts all the same.
         let is_taken = self.mappings.overlapping(range).next().is_some();
         if !row.is_resident() && row.is_set_aside() && !row.is_lost() {
             return Err(PoolError::Offloaded { tag: row.class().tag.clone() });
         }
         let allowed = match row.raw() {
             _ if is_taken => Err(DriverCode::INVALID_VALUE),
-            // Driver 580 answers so for any offset; see the conformance case of this name.
+            // Driver 580 returns this code for any offset; see the conformance case of this name.
             _ if offset_bytes != 0 => Err(DriverCode::NOT_SUPPORTED),
-            // The gate keeps this call out while memory is away.
+            // The gate blocks this call while memory is off its device.
             None => Err(DriverCode::NOT_READY),
             Some(raw) => Ok(raw),
         };
@@ -153,7 +154,7 @@ impl Ledger {
         Ok((raw, device))
     }
 
-    /// Forgets the mappings that begin there.
+    /// Removes the mappings that begin at `starts`.
     pub(crate) fn forget_mappings(&mut self, starts: &[u64]) -> Vec<Row> {
         let mut garbage = Vec::new();
         for start in starts {
@@ -165,7 +166,7 @@ impl Ledger {
         garbage
     }
 
-    /// Has a pause leave all that is mapped in `range` in place. Returns how many bytes that is new for.
+    /// Pins all that is mapped in `range`: a pause leaves it in place. Returns how many bytes were not pinned before.
     pub(crate) fn pin(&mut self, range: VaRange, reason: &'static str) -> u64 {
         let mut bytes = 0;
         self.rows.change(self.mapped_in(range), |row| {
@@ -178,15 +179,15 @@ impl Ledger {
         self.mappings.overlapping(range).map(Mapping::allocation).collect()
     }
 
-    /// Has a pause leave all that is mapped in `range` in place, until [`RowTable::unregister`] is told the same
-    /// allocations, which are returned.
+    /// Registers all that is mapped in `range`, and returns those allocations. A pause leaves them in place until
+    /// [`RowTable::unregister`] gets the same list.
     pub(crate) fn register(&mut self, range: VaRange, reason: &'static str) -> Vec<VirtualHandle> {
         let handles = self.mapped_in(range);
         self.rows.change(handles.iter().copied(), |row| row.register(reason));
         handles
     }
 
-    /// Makes a block of it: its mapping alone keeps it, and `asked_bytes` is its size for callers.
+    /// Turns the allocation into a block: only its mapping keeps it, and `asked_bytes` is its size for callers.
     pub(crate) fn become_block(&mut self, handle: VirtualHandle, asked_bytes: u64) -> Option<Row> {
         let row = self.rows.get_mut(handle)?;
         row.become_block(asked_bytes);
@@ -194,7 +195,7 @@ impl Ledger {
         self.take_garbage(handle)
     }
 
-    /// Makes a block that is opened once of the mapping at `start`. The caller keeps its reference.
+    /// Turns the mapping at `start` into a block that is opened once. The caller keeps its reference.
     pub(crate) fn become_opened(&mut self, handle: VirtualHandle, start: u64, asked_bytes: u64) {
         self.rows.change([handle], |row| row.become_block(asked_bytes));
         self.mappings.open_once(start);
@@ -203,18 +204,18 @@ impl Ledger {
 
 // Sharing.
 impl Ledger {
-    /// Is nothing given to importers?
+    /// Are importers given nothing?
     pub(crate) fn is_frozen(&self) -> bool {
         self.is_frozen
     }
 
-    /// See [`Ledger::is_frozen`].
+    /// Gives importers nothing from now on: see [`Ledger::is_frozen`].
     pub(crate) fn freeze(&mut self) {
         self.is_frozen = true;
     }
 
-    /// The process runs. If nothing has moved since [`Ledger::freeze`], what it did not use it may use again; else
-    /// [`Ledger::run_on`] has seen to that.
+    /// Records that the process runs again. If nothing has moved since [`Ledger::freeze`], the process may use memory
+    /// again that it had marked unused. If something has moved, [`Ledger::run_on`] has recorded that.
     pub(crate) fn thaw(&mut self) {
         for row in self.rows.iter_mut().filter(|row| row.is_left_lent()) {
             row.set_stays(None);
@@ -224,7 +225,7 @@ impl Ledger {
         }
     }
 
-    /// An own allocation that importers may be given now.
+    /// Returns an own allocation, if importers may be given it now.
     ///
     /// # Errors
     /// [`PoolError::Frozen`], [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
@@ -240,8 +241,8 @@ impl Ledger {
         Err(PoolError::Offloaded { tag: row.class().tag.clone() })
     }
 
-    /// Somebody holds `id` from now on, by the ticket `serial`, or without one where that is 0; `note` says who. A descriptor that
-    /// is kept for nobody any more, and a row that nobody here holds, come out.
+    /// Records a new holder of `id`, which has redeemed the ticket `serial`, or has no ticket if that is 0. `note`
+    /// records the holder. Returns a descriptor that is kept for nobody any more, and a row that nobody here holds.
     ///
     /// # Errors
     /// As [`Ledger::find_for_importer`].
@@ -260,7 +261,7 @@ impl Ledger {
     }
 }
 
-/// The same bytes as ranges in order, none empty, none touching another.
+/// Returns the same bytes as ranges in order, none of them empty, none touching another.
 pub(crate) fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.retain(|range| range.start < range.end);
     ranges.sort_by_key(|range| range.start);

@@ -1,4 +1,5 @@
-//! The changes that a pause and a resume make: to many rows, to one after the other, and to what importers fetch again.
+//! The changes that a pause and a resume make: to many rows, to one row at a time, and to memory that importers fetch
+//! again.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,10 +16,10 @@ use crate::report::Contents;
 use crate::store::Saved;
 
 impl Ledger {
-    /// Collects all that the recorded mapping at `start` needs to be mapped again; `None` when there is no such record.
+    /// Returns the data to map the recorded mapping at `start` again. `None` if there is no such record.
     ///
     /// # Errors
-    /// [`PoolError::MissingImport`] when its memory is not there.
+    /// [`PoolError::MissingImport`] if its memory is not on its device.
     pub(crate) fn to_remount(&self, start: u64) -> PoolResult<Option<Remount>> {
         let Some(mapping) = self.mappings.get(start) else {
             return Ok(None);
@@ -33,7 +34,7 @@ impl Ledger {
         Ok(Some(Remount { range, raw, access, device: row.device(), presence }))
     }
 
-    /// Ranges that are mapped now, in order, of those of `rows` that `choose` picks.
+    /// Returns the ranges that are mapped now, in order, of the rows among `rows` that `choose` picks.
     pub(crate) fn present_mappings(
         &self,
         rows: &Rows,
@@ -45,14 +46,16 @@ impl Ledger {
         ranges
     }
 
-    /// Contents are saved: the copy counts from now on too. Returns where they are still mapped.
+    /// Records that the contents are saved: the copy is valid from now on too. Returns the ranges where the memory is
+    /// still mapped.
     pub(crate) fn saved(&mut self, handle: VirtualHandle, saved: Saved) -> Vec<VaRange> {
         let Some(row) = self.rows.get_mut(handle) else { return Vec::new() };
         let _none = row.backing_mut().change(Change::Saved(saved));
         self.mappings.present(row).collect()
     }
 
-    /// Gives up the handles of those of `rows` that `choose` picks and that are nowhere mapped.
+    /// Removes and returns the driver's handles of the rows among `rows` that `choose` picks and that are mapped
+    /// nowhere.
     pub(crate) fn take_unmapped(
         &mut self,
         rows: &Rows,
@@ -68,8 +71,8 @@ impl Ledger {
         taken
     }
 
-    /// The process runs, and what is not wholly there it goes on without, until that is brought back by tag.
-    /// Importers are given what they ask for again.
+    /// Records that the process runs on. It runs without memory that is not wholly mapped, until a resume by tag
+    /// restores that. Importers can fetch memory again.
     pub(crate) fn run_on(&mut self) {
         self.is_frozen = false;
         for row in self.rows.iter_mut() {
@@ -80,8 +83,9 @@ impl Ledger {
         }
     }
 
-    /// The end of a resume of `rows`: nothing stays for the others' sake any more, and a process that has fetched memory
-    /// again is its importer, and keeps alive from now on what its owner's application freed while it was away. That comes out.
+    /// Ends a resume of `rows`. No memory stays in place for the sake of others any more. A process that has fetched
+    /// memory again is its importer. From now on it keeps memory alive that the owner's application freed meanwhile.
+    /// Returns the rows of such memory.
     pub(crate) fn end_fetching(&mut self, rows: &Rows) -> Vec<Row> {
         let handles: Vec<_> = self.rows.iter().map(Row::handle).collect();
         for row in self.rows.iter_mut() {
@@ -92,8 +96,8 @@ impl Ledger {
         handles.into_iter().filter_map(|handle| self.take_garbage(handle)).collect()
     }
 
-    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next pause
-    /// gives them up without saving. Marks of before are void. Ranges of other memory are passed over.
+    /// Marks parts of own memory whose contents nobody needs. The next pause gives them up without saving, unless the
+    /// process touches them first. Earlier marks are void. Ranges of other memory are skipped.
     pub(crate) fn mark_unused(&mut self, ranges: &[VaRange]) {
         let mut parts: HashMap<VirtualHandle, Vec<Range<u64>>> = HashMap::new();
         for range in ranges {
@@ -114,7 +118,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the ranges where `handle` is mapped now; none, unless `choose` picks it.
+    /// Returns the ranges where `handle` is mapped now. Empty unless `choose` picks it.
     pub(crate) fn present_of(
         &self,
         handle: VirtualHandle,
@@ -124,8 +128,8 @@ impl Ledger {
         self.mappings.present(row).collect()
     }
 
-    /// Gives up the driver's handle of `handle`, where `choose` picks it and it is nowhere mapped. Nobody fetches it any more; a descriptor
-    /// that was kept for those who would comes out too.
+    /// Removes and returns the driver's handle of `handle`, if `choose` picks it and it is mapped nowhere. Nobody can
+    /// fetch it any more. Returns the descriptor that was kept for importers too.
     pub(crate) fn take_one_unmapped(
         &mut self,
         handle: VirtualHandle,
@@ -141,7 +145,7 @@ impl Ledger {
 }
 
 impl RowTable {
-    /// It is created or imported again. A handle that is not wanted comes back.
+    /// Records that the memory is created or imported again. Returns `physical` if no row needs it.
     pub(crate) fn returned(
         &mut self,
         handle: VirtualHandle,
@@ -153,12 +157,12 @@ impl RowTable {
         }
     }
 
-    /// Saved contents of `handle` are about to be written to its memory.
+    /// Records that the saved contents of `handle` are about to be written to its memory.
     pub(crate) fn begin_refill(&mut self, handle: VirtualHandle) {
         self.change([handle], |row| row.backing_mut().begin_refill());
     }
 
-    /// The contents of `rows` are on their devices again, as far as they came back.
+    /// Records that the contents of `rows` are on their devices again, for rows that are being restored.
     pub(crate) fn arrived(&mut self, rows: &Rows) {
         self.change(rows.handles(), |row| {
             if row.backing().is_coming() {
@@ -167,7 +171,7 @@ impl RowTable {
         });
     }
 
-    /// Voids copies where a device has the contents.
+    /// Voids the copies of all memory whose current contents are on a device.
     pub(crate) fn void_copies(&mut self) {
         for row in self.iter_mut() {
             if row.backing().has_contents() {
@@ -176,7 +180,8 @@ impl RowTable {
         }
     }
 
-    /// A pause of `rows`, the rest of a process that stands still, is undone: they are mapped again, and all else is as it was.
+    /// Undoes a pause of `rows`, the rest of a process that stands still: they are mapped again, and all else stays as
+    /// it was.
     pub(crate) fn stand_on(&mut self, rows: &Rows) {
         self.change(rows.handles(), |row| {
             row.set_stays(None);
@@ -184,8 +189,8 @@ impl RowTable {
         });
     }
 
-    /// A pause of `rows` is over, and the driver would not unmap some of their imports. What these show is nobody's memory any
-    /// more: their owner makes other.
+    /// Ends the validity of imports among `rows` that the driver refused to unmap in a pause. Their memory belongs to
+    /// nobody any more: its owner creates new memory.
     pub(crate) fn disown_imports(&mut self, rows: &Rows) {
         self.change(rows.handles(), |row| {
             if row.is_own() || !row.can_leave() || !row.is_resident() {
@@ -197,25 +202,26 @@ impl RowTable {
         });
     }
 
-    /// The process is about to run on without `rows`, and so are their importers, wherever they are.
+    /// Records that the process is about to run on without `rows`, and that their importers have none of them either.
     pub(crate) fn owe_by_tag(&mut self, rows: &Rows) {
         self.change(rows.handles(), Row::owe_by_tag);
     }
 
-    /// The same, without all but `rows`.
+    /// As [`RowTable::owe_by_tag`], for all rows except `rows`.
     pub(crate) fn owe_all_but(&mut self, rows: &Rows) {
         let others = self.iter_mut().filter(|row| !rows.has(row));
         others.for_each(Row::owe_by_tag);
     }
 
-    /// Importers are about to fetch what they hold of `rows`. Returns what has to be exported for that.
+    /// Records that importers are about to fetch their part of `rows`. Returns the allocations that must be exported
+    /// for that.
     pub(crate) fn begin_fetching(&mut self, rows: &Rows) -> Vec<(AllocationId, u64)> {
         let mut wanted = Vec::new();
         self.change(rows.fetched(), |row| {
             if !row.is_shared() {
                 return;
             }
-            // A process that still wants it asks again, and is an importer when the resume is committed.
+            // A process that still needs the memory fetches it again. It is an importer when the resume is committed.
             if row.can_leave() || row.sharing().is_owed_by_tag() {
                 row.sharing_mut().begin_fetching();
             }
@@ -226,8 +232,8 @@ impl RowTable {
         wanted
     }
 
-    /// Ends the fetching of those of `rows` that `choose` picks, for they are leaving. Returns the descriptors that
-    /// were kept for those who would fetch them.
+    /// Ends the fetching of the rows among `rows` that `choose` picks, because they leave their device. Returns the
+    /// descriptors that were kept for importers.
     pub(crate) fn call_off_fetching(
         &mut self,
         rows: &Rows,
@@ -242,14 +248,14 @@ impl RowTable {
         exports
     }
 
-    /// Descriptors that no ticket needs.
+    /// Removes and returns the descriptors that no ticket needs.
     pub(crate) fn take_spare_exports(&mut self) -> Vec<OwnedFd> {
         let all = self.iter_mut().map(Row::sharing_mut);
         let spare = all.filter(|sharing| !sharing.tickets.await_somebody());
         spare.filter_map(Sharing::take_export).collect()
     }
 
-    /// Marks what a pause of `selection` by tag does not save as unused.
+    /// Marks memory as unused whose contents a pause of `selection` by tag does not save.
     pub(crate) fn give_up_by_tag(&mut self, selection: &Selection) {
         if !matches!(selection, Selection::Tagged(..) | Selection::Standing(..)) {
             return;

@@ -3,14 +3,15 @@
 //!
 //! | piece | pause | resume |
 //! | --- | --- | --- |
-//! | zero (a fingerprint that nothing else has) | no place, no copy | filled by the device |
+//! | zero (only zeros have this fingerprint) | no place, no copy | filled by the device |
 //! | as in the copy that host memory still has | keeps its place, no copy | copied back |
 //! | anything else | copied to its place, or to a new one | copied back |
 //!
-//! The comparison is of contents: what was mapped where meanwhile does not matter. Before anything of a row is copied over, its
-//! retained copy is forgotten, and a new one counts only when a resume commits. So no fingerprint is kept of bytes that are
-//! not there. A copy is forgotten too when somebody was given its place to read, and when a pause lacks the room. Memory that
-//! the ledger does not know to be readable as a whole is copied as a whole: a kernel that reads what it may not ends its context.
+//! The comparison is of contents: it does not matter where memory was mapped meanwhile. The retained copy of a row is
+//! forgotten before any of it is overwritten. A new copy is valid only when a resume commits. So no fingerprint stays
+//! for bytes that are gone. A copy is also forgotten when somebody was given its place to read, and when a pause lacks
+//! the room. Memory that may not be readable as a whole, as far as the ledger knows, is copied as a whole: a kernel
+//! that reads memory without access rights ends its context.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,17 +21,18 @@ use crate::driver::Fingerprint;
 use crate::ids::VirtualHandle;
 use crate::store::{Extent, Prints, Saved, append};
 
-/// Unchanged bytes between changed ones that are copied along: below, a copy more costs as much as the bytes.
+/// The most unchanged bytes between changed ones that are copied too: for fewer bytes, one copy more costs as much as
+/// the bytes.
 const BRIDGED_BYTES_MAX: u64 = 128 << 10;
 
-/// The fingerprints of device memory while the devices stand still, as far as it was looked at.
+/// The fingerprints of device memory while the devices stand still. They cover the memory that was read.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {
     prints: HashMap<VirtualHandle, Arc<Prints>>,
 }
 
 impl Survey {
-    /// That of `row`, where it was looked at.
+    /// Returns the fingerprints of `row`, if it was read.
     pub(crate) fn of(&self, row: VirtualHandle) -> Option<&Arc<Prints>> {
         self.prints.get(&row)
     }
@@ -39,29 +41,30 @@ impl Survey {
         self.prints.insert(row, Arc::new(prints));
     }
 
-    /// Nothing that was seen holds.
+    /// Removes all fingerprints, because they are not valid any more.
     pub(crate) fn clear(&mut self) {
         self.prints.clear();
     }
 }
 
-/// The work that saving one allocation takes.
+/// The work that is needed to save one allocation.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wish {
-    /// The extents that stay where they lie.
+    /// The extents that keep their places.
     pub(crate) kept: Vec<Extent>,
-    /// Parts that need a place.
+    /// The parts that need a place.
     pub(crate) missing: Vec<Range<u64>>,
-    /// Parts that must be copied: all that is missing, and what has changed.
+    /// The parts that must be copied: all that is missing, and all that has changed.
     pub(crate) changed: Vec<Range<u64>>,
-    /// Parts that are left out because they are zero, in bytes.
+    /// The size of the parts that are left out because they are zero, in bytes.
     pub(crate) zero_bytes: u64,
-    /// The fingerprints of the pieces; none where they are not known.
+    /// The fingerprints of the pieces; none if they are unknown.
     pub(crate) prints: Option<Arc<Prints>>,
 }
 
 impl Wish {
-    /// To save `parts` of an allocation of `size_bytes`, of which `before` is a copy, and `fresh` what it holds now.
+    /// Computes the work to save `parts` of an allocation of `size_bytes`. `before` is its last copy, and `fresh` has
+    /// the fingerprints of its contents now.
     pub(crate) fn of(
         size_bytes: u64,
         parts: &[Range<u64>],
@@ -92,7 +95,7 @@ impl Wish {
             if wanted.peek().is_some_and(|part| part.start < piece.end) {
                 pieces.add(index, piece, *print);
             } else {
-                // Nobody needs it: what lies in its place from now on is somebody else's.
+                // Nobody needs this piece: other contents may get its place from now on.
                 let values = values.get_or_insert_with(|| fresh.values.clone());
                 values[index] = Fingerprint::UNKNOWN;
             }
@@ -105,7 +108,8 @@ impl Wish {
         Self { prints: Some(prints), ..pieces.wish }
     }
 
-    /// It has one place as a whole, or what it had and the rest, and all of `parts` is copied.
+    /// Computes the work without fingerprints. All of `parts` is copied, to one place, or to the old places and new
+    /// ones for the rest.
     fn without_survey(size_bytes: u64, parts: &[Range<u64>], before: Option<&Saved>) -> Self {
         let kept = before.map(|before| before.extents.to_vec()).unwrap_or_default();
         let mut missing = Vec::new();
@@ -125,7 +129,7 @@ struct Pieces<'a> {
     held: &'a [Extent],
     known: Option<&'a Prints>,
     wish: Wish,
-    /// The latest run of pieces that are all saved.
+    /// The last run of adjacent pieces that are all saved.
     data_since: Option<Range<u64>>,
 }
 

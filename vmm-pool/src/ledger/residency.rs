@@ -10,9 +10,9 @@
 //!     '-------------------Arrived------------------ Moving in
 //! ```
 //!
-//! On its way out the device has the contents, and what is saved is a copy. On its way in what is saved are the contents, and
-//! what the device holds is nobody's, until all of it has arrived. Contents that nobody saves (imports, memory of the policy
-//! `discard`) go from Resident to Offloaded immediately.
+//! While memory moves out, the device has the current contents, and the saved contents are a copy. While memory moves
+//! in, the saved contents are the current ones. The contents on the device are then undefined, until all have arrived.
+//! Contents that nobody saves (imports, memory of the policy `discard`) go from Resident to Offloaded immediately.
 
 use std::ops::Range;
 
@@ -23,62 +23,64 @@ use crate::store::Saved;
 /// The place of the memory and contents of one allocation.
 #[derive(Debug)]
 pub(crate) enum Residency {
-    /// On its device, which alone has its contents.
+    /// The memory is on its device, which alone has its contents.
     Resident {
         handle: Physical,
-        /// Parts, by offset, whose contents the next pause need not save. In order, none empty, none touching another.
+        /// The parts, by offset, whose contents the next pause need not save. In order, none empty, none touching
+        /// another.
         unused: Vec<Range<u64>>,
     },
-    /// On its device, and on its way out or in: see the head of this file for who has its contents.
+    /// The memory is on its device, and moves out or in: the head of this file says which contents are current.
     Moving { way: Way, handle: Physical, kept: Kept },
-    /// Given back to the driver.
+    /// The memory is released to the driver.
     Offloaded { kept: Kept },
-    /// Imported from a process that has ended, and given up: it never comes back, and waits for its user to unmap
-    /// and release it.
+    /// The memory was imported from a process that has ended, and is given up. Nobody can restore it. Its user must
+    /// still unmap and release it.
     Lost,
 }
 
-/// The record that is kept of an allocation that is not simply on its device.
+/// The record of an allocation that is off its device or being moved.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Kept {
-    /// The place of its contents; none when nobody saved them.
+    /// The place of its contents; none if nobody saved them.
     pub(crate) saved: Option<Saved>,
-    /// Parts, by offset, that were not saved.
+    /// The parts, by offset, that were not saved.
     pub(crate) unused: Vec<Range<u64>>,
-    /// Its process runs on without it, since a pause by tag.
+    /// True if its process runs on without it, since a pause by tag.
     pub(crate) is_set_aside: bool,
 }
 
 /// A change in the residency of an allocation.
 #[derive(Debug)]
 pub(crate) enum Change {
-    /// Its contents are saved here, and it may be unmapped.
+    /// Its contents are saved at this place, and it may be unmapped.
     Saved(Saved),
-    /// While it is away: its contents lie here from now on.
+    /// While the memory is off its device: its contents are at this place from now on.
     Spilled(Saved),
-    /// Its handle is given up.
+    /// The driver's handle is given up.
     Released,
     /// It is created or imported again.
     Returned(Physical),
-    /// Contents are about to be written to its memory, which a pause has saved and could not release.
+    /// Contents are about to be written to its memory. A pause has saved that memory, and could not release it.
     Refilled,
-    /// All that was saved of it is on its device again.
+    /// All its saved contents are on its device again.
     Arrived,
-    /// The device has the contents: what was saved of them is void. Nobody has used what was unused.
+    /// The device has the current contents, and the saved ones are void. Nobody has used the unused parts.
     ContentsVoid,
-    /// The process runs: what is wholly mapped is resident, but for what has not arrived. The rest it goes on without.
+    /// The process runs. Memory that is wholly mapped is resident, unless its contents have not arrived. The process
+    /// goes on without all other memory.
     Runs { is_mapped: bool },
     /// The next pause need not save these parts.
     Unused(Vec<Range<u64>>),
-    /// Nobody can bring it back.
+    /// Nobody can restore the memory.
     GivenUp,
 }
 
 impl Residency {
-    /// The state after `change`, with a handle that nobody in the ledger owns any more.
+    /// Returns the state after `change`, and a handle that nobody in the ledger owns any more.
     ///
     /// # Errors
-    /// The state, as it was, which does not have that change.
+    /// The state as it was, which does not allow that change.
     pub(crate) fn next(self, change: Change) -> Result<(Self, Option<Physical>), Box<Self>> {
         Ok(match (self, change) {
             (Self::Resident { handle, unused }, Change::Saved(saved)) => {
@@ -116,8 +118,8 @@ impl Residency {
             (Self::Moving { way: Way::Out, handle, kept }, Change::ContentsVoid) => {
                 (Self::Moving { way: Way::Out, handle, kept: Kept { saved: None, ..kept } }, None)
             }
-            // The driver has unmapped it in part, and refused the rest, or it has unmapped it and could not save it. Its process
-            // may map it elsewhere, and use it.
+            // The driver has unmapped the memory in part and refused the rest, or has unmapped it and could not save
+            // it. Its process may map it at other addresses, and use it.
             (
                 Self::Resident { handle, .. }
                 | Self::Moving { way: Way::Out, handle, kept: Kept { saved: None, .. } },
@@ -126,7 +128,7 @@ impl Residency {
                 let kept = Kept { is_set_aside: true, ..Kept::default() };
                 (Self::Moving { way: Way::Out, handle, kept }, None)
             }
-            // So it has where the process runs on without what has come back in part, mapped or not.
+            // The same is true if the process runs on without memory that is only partly restored, mapped or not.
             (Self::Moving { way, handle, kept }, Change::Runs { .. }) => {
                 (Self::Moving { way, handle, kept: Kept { is_set_aside: true, ..kept } }, None)
             }
@@ -137,7 +139,7 @@ impl Residency {
                 (Self::Resident { handle, unused }, None)
             }
             (Self::Offloaded { .. }, Change::GivenUp) => (Self::Lost, None),
-            // It has come back meanwhile, or is gone for good.
+            // The memory is back on its device meanwhile, or is lost.
             (state, Change::Returned(handle)) => (state, Some(handle)),
             (state, Change::Spilled(_) | Change::Refilled | Change::Arrived)
             | (
@@ -156,7 +158,7 @@ impl Residency {
         })
     }
 
-    /// Its handle, while it is on its device.
+    /// Returns the driver's handle, while the memory is on its device.
     pub(crate) fn handle(&self) -> Option<&Physical> {
         match self {
             Self::Resident { handle, .. } | Self::Moving { handle, .. } => Some(handle),
@@ -172,7 +174,7 @@ impl Residency {
         }
     }
 
-    /// Does its device have its contents?
+    /// Does its device have the current contents?
     pub(crate) fn has_contents(&self) -> bool {
         match self {
             Self::Resident { .. } | Self::Moving { way: Way::Out, .. } => true,
@@ -180,12 +182,12 @@ impl Residency {
         }
     }
 
-    /// Is it on its device again, and its contents are what is saved of it?
+    /// Is the memory on its device again, while the saved contents are still the current ones?
     pub(super) fn is_coming(&self) -> bool {
         matches!(self, Self::Moving { way: Way::In, .. })
     }
 
-    /// Returns the place where its contents are saved; none when they are not.
+    /// Returns the place where its contents are saved; none if they are not saved.
     pub(crate) fn saved(&self) -> Option<&Saved> {
         match self {
             Self::Moving { kept, .. } | Self::Offloaded { kept } => kept.saved.as_ref(),
@@ -193,7 +195,7 @@ impl Residency {
         }
     }
 
-    /// Forgets the fingerprints of what was saved, which may not hold any more.
+    /// Forgets the fingerprints of the saved contents, which may not be valid any more.
     pub(super) fn forget_prints(&mut self) {
         if let Self::Moving { kept: Kept { saved: Some(saved), .. }, .. }
         | Self::Offloaded { kept: Kept { saved: Some(saved), .. } } = self
@@ -202,7 +204,7 @@ impl Residency {
         }
     }
 
-    /// Parts, by offset, whose contents are not saved, or need not be.
+    /// Returns the parts, by offset, whose contents are not saved, or need not be.
     pub(crate) fn unused(&self) -> &[Range<u64>] {
         match self {
             Self::Resident { unused, .. } => unused,

@@ -1,4 +1,4 @@
-//! One allocation: what it is, who holds it, and where it is.
+//! One allocation: its properties, its holders, and its place.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -28,11 +28,11 @@ pub struct Class {
 /// The creator of an allocation: this process, another of the tenant, or an unknown one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// Created here.
+    /// Created by this process.
     Own,
     /// Created by another process of the tenant.
     Imported { owner: PeerId },
-    /// From a descriptor that is no ticket: its owner is unknown, so it can never be given back.
+    /// Imported from a descriptor that is no ticket: its owner is unknown, so it can never be given back.
     Foreign,
 }
 
@@ -55,21 +55,21 @@ pub(crate) struct NewRow {
 pub(crate) struct Row {
     new: NewRow,
     handle: VirtualHandle,
-    /// References that callers hold: creates, imports and retains, less releases.
+    /// The references that callers hold: creates, imports and retains, minus releases.
     references: u32,
-    /// Starts of its mappings.
+    /// The starts of its mappings.
     mappings: BTreeSet<u64>,
-    /// Somebody may have written it.
+    /// True once it has been mapped: somebody may have written to it.
     was_mapped: bool,
     backing: Backing,
     sharing: Sharing,
-    /// Why a pause must leave it where it is.
+    /// The reason why a pause must leave it in place.
     pinned: Option<&'static str>,
-    /// The number of its registrations with devices, and the reason of the first. As long as they last, a pause must
-    /// leave it where it is.
+    /// The number of its registrations with devices, and the reason of the first. While there is one, a pause must
+    /// leave it in place.
     registered: Option<(u32, &'static str)>,
-    /// Why the pause under way, or the last one, leaves it where it is in all processes that hold it: nobody could
-    /// save it, or somebody else has pinned it.
+    /// The reason why the pause under way, or the last one, leaves it in place in all processes that hold it: nobody
+    /// could save it, or another process has pinned it.
     stays: Option<&'static str>,
     /// For memory made as a block: the size that the caller requested.
     block_size_bytes: Option<u64>,
@@ -125,12 +125,13 @@ impl Row {
         self.new.prop.location.kind != LocationKind::DEVICE
     }
 
-    /// Is it memory of a file, which the driver's own allocator has no part in?
+    /// Is it memory of a host file, which the driver's own allocator does not manage?
     pub(crate) fn is_of_host_file(&self) -> bool {
         self.raw().is_some_and(RawHandle::is_of_host_file)
     }
 
-    /// Is it host memory to be shared by descriptors, that nobody has mapped or exported yet? What stands behind it may change.
+    /// Is it host memory for sharing by descriptors that nobody has mapped or exported yet? Then other memory may
+    /// replace it.
     pub(crate) fn is_untouched_host(&self) -> bool {
         let Location { kind, .. } = self.new.prop.location;
         kind == LocationKind::HOST_NUMA
@@ -146,7 +147,7 @@ impl Row {
         self.new.origin == Origin::Own
     }
 
-    /// Whom to ask for it, for an import that is not lost.
+    /// Returns the process that owns it, for an import that is not lost.
     pub(crate) fn owner(&self) -> Option<PeerId> {
         match self.new.origin {
             Origin::Imported { owner } if !self.is_lost() => Some(owner),
@@ -154,7 +155,7 @@ impl Row {
         }
     }
 
-    /// Its memory, and its contents.
+    /// Returns its physical memory and its contents.
     pub(crate) fn backing(&self) -> &Backing {
         &self.backing
     }
@@ -163,7 +164,7 @@ impl Row {
         &mut self.backing
     }
 
-    /// Have its contents a place of their own in host memory, large enough for all of them?
+    /// Does it have a place of its own in host memory, large enough for all its contents?
     pub(crate) fn has_own_place(&self) -> bool {
         self.backing.own_place().is_some()
     }
@@ -172,12 +173,13 @@ impl Row {
         self.backing.is_lost()
     }
 
-    /// Does a pause take this allocation's memory away?
+    /// May a pause release this allocation's memory?
     pub(crate) fn can_leave(&self) -> bool {
         self.reason_to_stay().is_none() && !self.is_host() && self.new.origin != Origin::Foreign
     }
 
-    /// Why a pause leaves it in place, by this process's doing or by what all have decided.
+    /// Returns the reason why a pause leaves it in place, because of this process or because all processes have decided
+    /// so.
     pub(crate) fn reason_to_stay(&self) -> Option<&'static str> {
         let registered = self.registered.map(|(_, reason)| reason);
         self.pinned.or(registered).or(self.stays)
@@ -201,18 +203,19 @@ impl Row {
         [Store::Host, Store::File].iter().any(|store| self.is_saved_to(*store))
     }
 
-    /// Would nothing be lost if its memory were released? What a pause was to save and has not is on its device alone:
-    /// the driver would not copy it, or what pinned it let go of it while the rest was away.
+    /// Would releasing its memory lose no contents? Contents that a pause should have saved and has not are on its
+    /// device alone: the driver refused to copy them, or their memory was unpinned only while the rest was off its
+    /// device.
     pub(crate) fn loses_nothing(&self) -> bool {
         !self.is_kept() || self.saved().is_some()
     }
 
-    /// The parts whose contents are saved and put back, by offset.
+    /// Returns the parts whose contents are saved and restored, by offset.
     pub(crate) fn copied_parts(&self) -> Vec<Range<u64>> {
         self.backing.copied_parts(self.size_bytes())
     }
 
-    /// The driver's handle, while it is on its device.
+    /// Returns the driver's handle, while the memory is on its device.
     pub(crate) fn raw(&self) -> Option<RawHandle> {
         self.backing.handle().map(Physical::raw)
     }
@@ -230,18 +233,18 @@ impl Row {
         self.backing.is_set_aside()
     }
 
-    /// Does the process run without it since a pause by tag? Not what comes back when it is used, nor what is lost.
+    /// Does the process run without it since a pause by tag? False for paged memory, and for lost memory.
     pub(crate) fn is_away_by_tag(&self) -> bool {
         self.is_set_aside() && !self.backing.has_home() && !self.is_lost()
     }
 
-    /// Returns the place of its contents in host memory, if they may be moved. Then it is away, and nobody was given
-    /// that place.
+    /// Returns the place of its contents in host memory, if they may be moved: the memory is off its device, and nobody
+    /// was given that place.
     pub(super) fn movable(&self) -> Option<&Saved> {
         self.backing.movable().filter(|_| self.is_own())
     }
 
-    /// Was it saved to host memory, and is it in the file all the same?
+    /// Returns the place of its contents, if they were meant for host memory and are in the file.
     pub(crate) fn spilled(&self) -> Option<&Saved> {
         let is_kept_in_memory = Store::of(self.class().contents) == Some(Store::Host);
         self.saved().filter(|saved| is_kept_in_memory && saved.store == Store::File)
@@ -251,17 +254,17 @@ impl Row {
         self.block_size_bytes
     }
 
-    /// Starts of its mappings, in order.
+    /// Returns the starts of its mappings, in order.
     pub(crate) fn mapped_at(&self) -> impl ExactSizeIterator<Item = u64> {
         self.mappings.iter().copied()
     }
 
-    /// May another process hold it, or come for it?
+    /// May another process hold it, or fetch it?
     pub(crate) fn is_shared(&self) -> bool {
         self.is_own() && (self.sharing.has_importers() || self.sharing.tickets.hold())
     }
 
-    /// The other processes that may hold it.
+    /// Returns the record of other processes that may hold it.
     pub(crate) fn sharing(&self) -> &Sharing {
         &self.sharing
     }
@@ -270,18 +273,19 @@ impl Row {
         &mut self.sharing
     }
 
-    /// Does nobody hold it any more? `is_paused` says that its process is, and its importers have given up what they had.
+    /// Does nobody hold it any more? `is_paused` says that its process is paused, and that its importers have given it
+    /// up.
     pub(super) fn is_garbage(&self, is_paused: bool) -> bool {
-        // Resident memory the driver keeps for its importers. What is away nobody but its owner can bring back, nor what was to be and that the
-        // driver has not let go.
+        // The driver keeps resident memory for its importers. Only its owner can restore memory that is off its device,
+        // or that the driver has not released yet.
         let is_away = is_paused || !self.backing.is_at_rest() || self.sharing.is_owed_by_tag();
         let is_owed = self.is_own() && is_away && self.sharing.has_importers();
         let is_held = self.references > 0 || !self.mappings.is_empty();
-        // Tickets last: each is a question to the system.
+        // Tickets are checked last, because each check is a system call.
         !is_held && !is_owed && !self.sharing.tickets.hold()
     }
 
-    /// Takes the handle out of a row that is in the ledger no more.
+    /// Takes the driver's handle from a row that is not in the ledger any more.
     pub(crate) fn take_physical(&mut self) -> Option<Physical> {
         if self.is_resident() { self.backing.change(Change::Released) } else { None }
     }
@@ -300,14 +304,14 @@ impl Row {
         self.references += 1;
     }
 
-    /// False when there was none.
+    /// Drops a reference. False if there was none.
     pub(super) fn drop_reference(&mut self) -> bool {
         let had_one = self.references > 0;
         self.references -= u32::from(had_one);
         had_one
     }
 
-    /// From here on its mapping alone keeps it.
+    /// Turns the memory into a block: from now on only its mapping keeps it.
     pub(super) fn become_block(&mut self, asked_bytes: u64) {
         self.block_size_bytes = Some(asked_bytes);
     }
@@ -321,14 +325,14 @@ impl Row {
         self.mappings.remove(&start);
     }
 
-    /// Has a pause leave it in place. False when it did already.
+    /// Pins it: a pause leaves it in place. False if it was pinned already.
     pub(super) fn pin(&mut self, reason: &'static str) -> bool {
         let is_new = self.pinned.is_none();
         self.pinned.get_or_insert(reason);
         is_new
     }
 
-    /// Has a pause leave it in place until [`Row::unregister`] has been called as often.
+    /// Registers it: a pause leaves it in place until [`Row::unregister`] has been called as often.
     pub(super) fn register(&mut self, reason: &'static str) {
         let (count, reason) = self.registered.unwrap_or((0, reason));
         self.registered = Some((count.saturating_add(1), reason));
@@ -343,12 +347,12 @@ impl Row {
         self.stays = reason;
     }
 
-    /// Does a pause leave it because another tenant has it open?
+    /// Does a pause leave it in place because another tenant has it open?
     pub(crate) fn is_left_lent(&self) -> bool {
         self.stays == Some(LENT)
     }
 
-    /// The process runs on, and importers without it, until its tag is brought back.
+    /// Records that the process runs on and importers are without this memory, until a resume of its tag.
     pub(super) fn owe_by_tag(&mut self) {
         if self.can_leave() {
             self.sharing.owe_by_tag();

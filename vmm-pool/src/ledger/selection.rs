@@ -1,4 +1,4 @@
-//! The memory that a pause or resume is about.
+//! The memory that a pause or resume moves.
 
 use std::collections::BTreeSet;
 
@@ -7,8 +7,8 @@ use super::table::RowTable;
 use crate::ids::{PeerId, VirtualHandle};
 use crate::store::Store;
 
-/// Tags that libraries' own memory has by itself: its library sees to it that nobody touches it while it is away. No
-/// region has them.
+/// The tags of memory that libraries allocate for themselves. The library ensures that nobody touches such memory while
+/// it is off its device. No region has these tags.
 pub const LIBRARY_TAGS: [&str; 1] = ["nccl"];
 
 /// Does memory of this tag, or of none, belong to no region?
@@ -19,11 +19,11 @@ fn is_of_no_region(tag: &str) -> bool {
 /// Tags of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tags {
-    /// Every tag. Memory outside any region has none, unless it is a library's.
+    /// Every tag. Memory outside any region has no tag, unless it is a library's.
     All,
     /// Every tag of a region.
     Regions,
-    /// These.
+    /// These tags.
     Named(BTreeSet<String>),
 }
 
@@ -38,62 +38,63 @@ impl Tags {
     }
 }
 
-/// The owner of the memory that is meant, as one process sees it.
+/// The owner of the selected memory, as one process sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Its own, and all that it has imported.
+    /// Memory of the process itself, and all that it has imported.
     Everybody,
-    /// Its own.
+    /// Memory of the process itself.
     Own,
-    /// Memory that it has imported from this owner.
+    /// Memory that the process has imported from this owner.
     Owner(PeerId),
 }
 
-/// The memory that one pause or resume is to move. When it begins, that becomes a list of allocations.
+/// The memory that one pause or resume moves. When that begins, the selection becomes a list of allocations.
 ///
-/// Memory that a pause by tag has given up while the process runs on is *set aside*. A pause of everything
-/// finds it gone and leaves it so, and the resume after it too.
+/// Memory that a pause by tag has given up while the process runs on is *set aside*. A pause of everything, and the
+/// resume after it, leave such memory off its device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Selection {
-    /// A whole pause or resume: everything but what is set aside.
+    /// A whole pause or resume: everything except memory that is set aside.
     #[default]
     Whole,
-    /// The pause of all that a pause by tag has left in a process that stands still: what is on its devices.
+    /// A pause of the rest after a pause by tag, in a process that stands still: all that is on its devices.
     Rest,
     /// A pause by tag of a process that runs on.
     Tagged(Tags, Whose),
-    /// A pause by tag of a process that stands still meanwhile: a whole resume brings it back.
+    /// A pause by tag of a process that stands still meanwhile: a whole resume restores the memory.
     Standing(Tags, Whose),
-    /// A resume by tag of a process that runs: what is set aside of these.
+    /// A resume by tag of a process that runs: memory with these tags that is set aside.
     SetAside(Tags, Whose),
-    /// A resume by tag of a process that is wholly paused: what belongs to no region, and these tags.
+    /// A resume by tag of a process that is wholly paused: memory of no region, and of these tags.
     Staged(Tags),
 }
 
 /// The state of a process when a pause of it is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
-    /// Only calls go in that give memory up or ask about it.
+    /// The process is paused: only calls go in that give memory up or ask about it.
     Paused,
-    /// It runs on without the memory that has left.
+    /// The process runs on without the released memory.
     Running,
 }
 
 /// The allocations that one pause or resume moves, or those of one window, in the ledger's order. They are chosen once,
-/// at the beginning, so that the last step is about the same allocations as the first.
+/// at the beginning, so that the first and the last step move the same allocations.
 ///
-/// None is added meanwhile: what makes or imports memory waits at the gate. An allocation may go meanwhile, with its last
-/// ticket. Then its handle finds nothing, and the steps that are left pass over it. Which of these may leave is asked at each
-/// step: what is not to leave can be known after the choice ([`RowTable::set_stays`]), and an import can be lost.
+/// None is added meanwhile, because calls that create or import memory wait at the gate. An allocation may end
+/// meanwhile, with its last ticket. Then its handle finds no row, and later steps skip it. Each step checks which
+/// allocations may leave: that can change after the choice ([`RowTable::set_stays`]), and an import can be lost.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Rows {
     handles: Vec<VirtualHandle>,
-    /// A resume brings their tag back, and importers are still without them; some are on their devices already.
+    /// Allocations whose tag a resume restores, and whose importers are still without them. Some are on their devices
+    /// already.
     owed: Vec<VirtualHandle>,
 }
 
 impl Rows {
-    /// Those of a window.
+    /// Makes the list of the allocations of a window.
     pub(crate) fn of(handles: impl Iterator<Item = VirtualHandle>) -> Self {
         let mut handles: Vec<_> = handles.collect();
         handles.sort_unstable_by_key(|handle| handle.index());
@@ -104,7 +105,7 @@ impl Rows {
         is_in(&self.handles, row)
     }
 
-    /// Does a pause of these save `row` to `store`?
+    /// Does a pause of these allocations save `row` to `store`?
     pub(super) fn save_to(&self, row: &Row, store: Store) -> bool {
         row.backing().has_contents() && self.has(row) && row.is_saved_to(store)
     }
@@ -113,7 +114,7 @@ impl Rows {
         self.handles.is_empty()
     }
 
-    /// Does a resume bring its tag back, without which its importers are?
+    /// Does a resume restore the tag of `row`, while its importers are still without the row?
     pub(super) fn owes(&self, row: &Row) -> bool {
         is_in(&self.owed, row)
     }
@@ -122,14 +123,14 @@ impl Rows {
         self.handles.iter().copied()
     }
 
-    /// All that importers fetch again.
+    /// Returns all allocations that importers fetch again.
     pub(super) fn fetched(&self) -> impl Iterator<Item = VirtualHandle> + use<'_> {
         let others = self.owed.iter().filter(|handle| find(&self.handles, **handle).is_err());
         self.handles().chain(others.copied())
     }
 }
 
-/// Finds the position of `handle`, or of another one of its index, in `handles`, which are in order.
+/// Finds the position in `handles`, which are in order, of `handle` or of another handle with the same index.
 fn find(handles: &[VirtualHandle], handle: VirtualHandle) -> Result<usize, usize> {
     handles.binary_search_by_key(&handle.index(), |handle| handle.index())
 }
@@ -139,7 +140,7 @@ fn is_in(handles: &[VirtualHandle], row: &Row) -> bool {
 }
 
 impl RowTable {
-    /// Lists the rows that `selection` has now.
+    /// Returns the rows that `selection` has now.
     pub(crate) fn choose(&self, selection: &Selection) -> Rows {
         let of = |choose: &dyn Fn(&Row) -> bool| {
             self.iter().filter(|row| choose(row)).map(Row::handle).collect()
@@ -165,7 +166,7 @@ impl Selection {
         }
     }
 
-    /// Is it a resume that brings back the tag of `row`?
+    /// Is it a resume that restores the tag of `row`?
     fn brings_tag_of(&self, row: &Row) -> bool {
         let tag = &row.class().tag;
         match self {
@@ -175,7 +176,7 @@ impl Selection {
         }
     }
 
-    /// Returns the state of a process when a pause of this selection in it is over.
+    /// Returns the state of a process after a pause of this selection.
     pub fn after_pause(&self) -> After {
         match self {
             Self::Tagged(..) => After::Running,
@@ -187,7 +188,8 @@ impl Selection {
         }
     }
 
-    /// The tags without which a process stands still that this pause has been carried out in, where it has left all else.
+    /// Returns the tags that this pause releases from a process that stands still, while it leaves all else. None for
+    /// other selections.
     pub fn stands_without(&self) -> Option<&Tags> {
         match self {
             Self::Standing(tags, _) => Some(tags),
@@ -197,7 +199,7 @@ impl Selection {
         }
     }
 
-    /// Is it about tags, and not about all that is not set aside?
+    /// Does it select by tag, and not all that is not set aside?
     pub fn is_by_tag(&self) -> bool {
         match self {
             Self::Tagged(..) | Self::Standing(..) | Self::SetAside(..) | Self::Staged(_) => true,

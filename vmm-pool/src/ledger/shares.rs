@@ -6,12 +6,12 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use crate::ids::PeerId;
 use sublet_driver::descriptors::UninheritedFd;
 
-/// Tells whether a ticket, or a lease, is open anywhere.
+/// A check whether a ticket, or a lease, is open anywhere.
 #[derive(Debug)]
 pub struct TicketWatch {
-    /// The descriptor that is asked.
+    /// The descriptor that is checked.
     pub fd: UninheritedFd,
-    /// Asks it. Does not block.
+    /// Checks whether the ticket or lease is closed. Does not block.
     pub is_closed: fn(BorrowedFd<'_>) -> bool,
 }
 
@@ -42,18 +42,18 @@ impl Tickets {
         self.0.insert(serial, Ticket::default());
     }
 
-    /// A ticket that nobody was given.
+    /// Removes a ticket that nobody was given.
     pub(super) fn take_back(&mut self, serial: u64) {
         self.0.remove(&serial);
     }
 
-    /// From now on `serial` lasts until it is closed. False when there is no such ticket.
+    /// Watches the ticket `serial`: from now on it lasts until it is closed. False if there is no such ticket.
     pub(super) fn watch(&mut self, serial: u64, watch: TicketWatch) -> bool {
         let ticket = self.0.get_mut(&serial);
         ticket.map(|ticket| ticket.watch = Some(watch)).is_some()
     }
 
-    /// Somebody has redeemed `serial`.
+    /// Records that somebody has redeemed the ticket `serial`.
     pub(super) fn redeem(&mut self, serial: u64) {
         if let Some(ticket) = self.0.get_mut(&serial) {
             ticket.is_redeemed = true;
@@ -63,17 +63,17 @@ impl Tickets {
         }
     }
 
-    /// Is there one that nobody has redeemed?
+    /// Is there a ticket that nobody has redeemed?
     pub(super) fn await_somebody(&self) -> bool {
         self.0.values().any(|ticket| !ticket.is_redeemed)
     }
 
-    /// Does one hold the memory?
+    /// Does any ticket hold the memory?
     pub(super) fn hold(&self) -> bool {
         self.0.values().any(Ticket::holds)
     }
 
-    /// Drops those that have been closed. Says how many.
+    /// Removes closed tickets. Returns their number.
     pub(super) fn drop_closed(&mut self) -> usize {
         let before = self.0.len();
         self.0.retain(|_, ticket| ticket.holds());
@@ -86,12 +86,12 @@ impl Tickets {
     }
 }
 
-/// A watch that tells whether a borrower still holds an allocation.
+/// A borrower of an allocation, and the check whether the borrower still holds it.
 #[derive(Debug)]
 pub struct Lease {
     /// The process that holds the allocation.
     pub borrower: PeerId,
-    /// Tells whether it is open.
+    /// The check whether the lease is open.
     pub watch: TicketWatch,
 }
 
@@ -106,7 +106,7 @@ pub(super) struct Lent {
 }
 
 impl Leases {
-    /// One more. Those that have ended go.
+    /// Adds a lease, and removes those that have ended.
     pub(crate) fn add(&mut self, lease: Lease, by_ticket: bool) {
         self.drop_closed();
         self.0.push(Lent { lease, by_ticket });

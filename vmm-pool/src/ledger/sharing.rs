@@ -1,4 +1,4 @@
-//! The other processes that may hold an allocation, and what is kept for them.
+//! The other processes that may hold an allocation, and the descriptor that is kept for them.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -7,29 +7,31 @@ use super::shares::{Leases, Tickets};
 use crate::ids::PeerId;
 use sublet_driver::descriptors::UninheritedFd;
 
-/// See the head of this module.
+/// The sharing of one allocation: see the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct Sharing {
     pub(super) tickets: Tickets,
-    /// Processes of other tenants that have it open.
+    /// The leases of processes of other tenants that have it open.
     pub(crate) leases: Leases,
-    /// Processes that may hold it: those that were given a descriptor since it was last created.
+    /// The processes that may hold it, because they were given a descriptor since it was last created.
     importers: BTreeSet<PeerId>,
-    /// From its restoring to the end of that resume: those that have fetched it again, the importers to come.
+    /// From its restoring to the end of that resume: the processes that have fetched it again. They become the
+    /// importers.
     fetched: Option<BTreeSet<PeerId>>,
-    /// Importers have given it up by its tag, and come for it when that is brought back, wherever it is meanwhile.
+    /// True once importers have given it up with its tag. They fetch it when the tag is restored, wherever it is
+    /// meanwhile.
     is_owed_by_tag: bool,
-    /// The driver's descriptor for the importers, between issue and redemption.
+    /// The driver's descriptor for the importers, kept from the issue of a ticket to its redemption.
     exported: Option<UninheritedFd>,
 }
 
 impl Sharing {
-    /// Are importers without it until its tag is brought back?
+    /// Are importers without it until its tag is restored?
     pub(crate) fn is_owed_by_tag(&self) -> bool {
         self.is_owed_by_tag
     }
 
-    /// The process runs on, and importers without it, until its tag is brought back.
+    /// Records that the process runs on and importers are without this memory, until its tag is restored.
     pub(super) fn owe_by_tag(&mut self) {
         self.is_owed_by_tag |= self.has_importers();
     }
@@ -53,7 +55,7 @@ impl Sharing {
         self.exported.is_some()
     }
 
-    /// A copy of the descriptor kept for importers, where there is one and room for another.
+    /// Returns a copy of the descriptor kept for importers. `None` if there is none, or no room for a copy.
     pub(crate) fn copy_of_export(&self) -> Option<OwnedFd> {
         self.exported.as_ref()?.as_fd().try_clone_to_owned().ok()
     }
@@ -66,32 +68,31 @@ impl Sharing {
         self.exported.take().map(UninheritedFd::into_inner)
     }
 
-    /// The ticket `serial` is redeemed. With the last the descriptor goes that was kept for them.
+    /// Redeems the ticket `serial`. After the last ticket, returns the descriptor that was kept for tickets.
     pub(super) fn use_ticket(&mut self, serial: u64) -> Option<OwnedFd> {
         self.tickets.redeem(serial);
         if self.tickets.await_somebody() { None } else { self.take_export() }
     }
 
-    /// Drops tickets that have been closed. With the last that nobody had redeemed the descriptor comes out that was kept for
-    /// them.
+    /// Removes closed tickets. If no unredeemed ticket is left, returns the descriptor that was kept for tickets.
     pub(super) fn drop_closed_tickets(&mut self) -> Option<OwnedFd> {
         let has_dropped = self.tickets.drop_closed() > 0;
         if has_dropped && !self.tickets.await_somebody() { self.take_export() } else { None }
     }
 
-    /// Importers fetch it again: who they are is counted from now on.
+    /// Begins the fetching: from now on the importers that fetch it are recorded.
     pub(super) fn begin_fetching(&mut self) {
         self.fetched.get_or_insert_default();
     }
 
-    /// It is leaving: nobody fetches it. A descriptor that was kept for those who would comes out.
+    /// Ends the fetching, because the memory leaves its device. Returns the descriptor that was kept for importers.
     pub(super) fn call_off_fetching(&mut self) -> Option<OwnedFd> {
         self.fetched = None;
         self.take_export()
     }
 
-    /// A process that has fetched it is its importer from now on, and nobody else. Where importers are without it until its
-    /// tag is back, that is so if `is_tag_back`.
+    /// Ends the fetching: exactly the processes that have fetched it are its importers from now on. If importers are
+    /// without it until its tag is restored, this happens only if `is_tag_back`.
     pub(super) fn end_fetching(&mut self, is_tag_back: bool) {
         let fetched = self.fetched.take();
         if self.is_owed_by_tag && !is_tag_back {

@@ -14,8 +14,8 @@ use crate::driver::DeviceOrdinal;
 use crate::error::{PoolError, PoolResult};
 use crate::ids::{AllocationId, PeerId, VirtualHandle};
 
-/// See the head of this module. What is changed here concerns rows alone. Where mappings have a say, or it matters whether
-/// the process is frozen, the ledger changes them.
+/// The rows of one process. Its methods change rows alone. Changes that also depend on mappings, or on whether the
+/// process is frozen, are methods of the ledger.
 #[derive(Debug, Default)]
 pub(crate) struct RowTable {
     rows: Slab<Row>,
@@ -26,12 +26,12 @@ pub(crate) struct RowTable {
 }
 
 impl RowTable {
-    /// Enters what has just been created or imported, with one reference.
+    /// Adds a row for memory that was just created or imported, with one reference.
     pub(crate) fn insert(&mut self, new: NewRow, physical: Physical) -> VirtualHandle {
         self.enter(new, Backing::new(physical))
     }
 
-    /// Enters a row behind which this stands.
+    /// Adds a row with this backing.
     pub(super) fn enter(&mut self, new: NewRow, backing: Backing) -> VirtualHandle {
         self.next_generation = (self.next_generation + 1) & VirtualHandle::GENERATION_MASK;
         let id = new.id;
@@ -41,12 +41,12 @@ impl RowTable {
         if let (true, Some(device)) = (row.is_own(), row.device()) {
             *self.own_on.entry(device).or_insert(0) += 1;
         }
-        // Two threads may import the same simultaneously: the first is found by its identity.
+        // Two threads may import the same allocation simultaneously: its identity finds the first.
         self.by_id.entry(id).or_insert(handle);
         handle
     }
 
-    /// The row of `handle`, while it lives.
+    /// Returns the row of `handle`, if there is one.
     pub(crate) fn get(&self, handle: VirtualHandle) -> Option<&Row> {
         self.rows.get(handle.index()).filter(|row| row.handle() == handle)
     }
@@ -55,7 +55,7 @@ impl RowTable {
         self.rows.get_mut(handle.index()).filter(|row| row.handle() == handle)
     }
 
-    /// The row of `handle`.
+    /// Returns the row of `handle`, or an error.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`].
@@ -63,7 +63,7 @@ impl RowTable {
         self.get(handle).ok_or(PoolError::StaleHandle { handle: handle.raw() })
     }
 
-    /// The row of this identity.
+    /// Returns the row of this identity.
     pub(crate) fn by_id(&self, id: AllocationId) -> Option<&Row> {
         self.by_id.get(&id).and_then(|&handle| self.get(handle))
     }
@@ -73,7 +73,7 @@ impl RowTable {
         self.get_mut(handle)
     }
 
-    /// All rows, in an order that holds as long as none comes or goes.
+    /// Returns all rows, in an order that stays the same while no row is added or removed.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Row> {
         self.rows.iter().map(|(_, row)| row)
     }
@@ -82,12 +82,12 @@ impl RowTable {
         self.rows.iter_mut().map(|(_, row)| row)
     }
 
-    /// Those of them that live, in the same order.
+    /// Returns the rows of `rows` that still exist, in the same order.
     pub(crate) fn among<'a>(&'a self, rows: &'a Rows) -> impl Iterator<Item = &'a Row> + use<'a> {
         rows.handles().filter_map(|handle| self.get(handle))
     }
 
-    /// Has `each` change those that live.
+    /// Changes the rows of `handles` that still exist with `each`.
     pub(super) fn change(
         &mut self,
         handles: impl IntoIterator<Item = VirtualHandle>,
@@ -98,7 +98,7 @@ impl RowTable {
         }
     }
 
-    /// Takes the row of `handle` out, if it `goes`.
+    /// Removes the row of `handle`, if `goes` returns true for it.
     pub(super) fn take(
         &mut self,
         handle: VirtualHandle,
@@ -120,18 +120,18 @@ impl RowTable {
         Some(row)
     }
 
-    /// The devices with memory of this process's own. Imports do not count: they lie on their owners' devices, and
-    /// touching one of those would make a context there, which costs some 500 MiB.
+    /// Returns the devices with this process's own memory. Imports do not count: they are on their owners' devices, and
+    /// touching such a device would make a context there, which costs some 500 MiB.
     pub(crate) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
         self.own_on.keys().copied().collect()
     }
 
-    /// One reference more; false when the row is gone.
+    /// Adds a reference; false if the row is gone.
     pub(crate) fn add_reference(&mut self, handle: VirtualHandle) -> bool {
         self.get_mut(handle).map(Row::add_reference).is_some()
     }
 
-    /// Has `physical` stand behind `handle`, if nobody has used that memory yet. What stood behind it comes out.
+    /// Replaces the memory of `handle` with `physical`, if nobody has used it yet. Returns the old memory.
     ///
     /// # Errors
     /// `physical` itself.
@@ -147,7 +147,7 @@ impl RowTable {
         }
     }
 
-    /// Has all own memory that is on its device, and does not count yet, count against a budget.
+    /// Makes all own memory on its device count against a budget, unless it counts already.
     pub(crate) fn charge_all(
         &mut self,
         make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>,
@@ -159,19 +159,19 @@ impl RowTable {
         }
     }
 
-    /// The end of one registration. Allocations that have ended are passed over.
+    /// Ends one registration. Allocations that have ended are skipped.
     pub(crate) fn unregister(&mut self, handles: &[VirtualHandle]) {
         self.change(handles.iter().copied(), Row::unregister);
     }
 
-    /// Returns the descriptor for a process that fetches `id` again: a copy of the descriptor at hand. Without room for
-    /// a copy, it is that very one. None where the driver is to give one; then [`RowTable::fetched`].
+    /// Returns the descriptor for a process that fetches `id` again: a copy of the kept one, or without room for a copy
+    /// the kept one itself. None if the driver must make one; then call [`RowTable::fetched`].
     pub(crate) fn export_at_hand(&mut self, id: AllocationId) -> Option<OwnedFd> {
         let sharing = self.by_id_mut(id)?.sharing_mut();
         sharing.copy_of_export().or_else(|| sharing.take_export())
     }
 
-    /// Keeps the descriptor that the driver gave for `id`. One that nobody wants comes back.
+    /// Keeps the descriptor that the driver made for `id`. Returns a descriptor that is not needed.
     pub(crate) fn keep_export(&mut self, id: AllocationId, fd: OwnedFd) -> Option<OwnedFd> {
         match self.by_id_mut(id) {
             Some(row) => row.sharing_mut().keep_export(fd),
@@ -179,13 +179,13 @@ impl RowTable {
         }
     }
 
-    /// `importer` has fetched `id` again.
+    /// Records that `importer` has fetched `id` again.
     pub(crate) fn fetched(&mut self, id: AllocationId, importer: PeerId) {
         self.by_id_mut(id).into_iter().for_each(|row| row.sharing_mut().add_importer(importer));
     }
 
-    /// One reference more to `id`, where it is held and not lost. Of own memory the ticket `serial` is redeemed by
-    /// that; a descriptor that is kept for nobody any more comes out.
+    /// Adds a reference to `id`, if this process holds it and it is not lost. For own memory this redeems the ticket
+    /// `serial`. Returns the handle, and a descriptor that is kept for nobody any more.
     pub(crate) fn hold_again(
         &mut self,
         id: AllocationId,
@@ -197,8 +197,8 @@ impl RowTable {
         Some((row.handle(), fd))
     }
 
-    /// Gives up imports that are not resident and that `choose` picks, by identity and owner: they are lost. Says how
-    /// many, and their bytes.
+    /// Gives up imports that are not resident and that `choose` picks, by identity and owner: they are lost. Returns
+    /// their number and their bytes.
     pub(crate) fn give_up(&mut self, choose: impl Fn(AllocationId, PeerId) -> bool) -> LostImports {
         let mut lost = LostImports::default();
         for row in self.iter_mut() {

@@ -18,7 +18,7 @@ fn id(number: u8) -> AllocationId {
     AllocationId([number; 16])
 }
 
-/// Enters memory with the driver's handle `number`, and an identity of that number.
+/// Adds memory with the driver's handle `number`, and an identity of that number.
 fn insert_of(ledger: &mut Ledger, number: u8, origin: Origin) -> VirtualHandle {
     let (prop, class) = (AllocationProp::pinned_on(GPU), Class::default());
     let new = NewRow { id: id(number), size_bytes: SIZE_BYTES, prop, origin, class };
@@ -47,7 +47,7 @@ fn mapped(ledger: &mut Ledger, number: u64, handle: VirtualHandle) {
     assert!(ledger.mappings.made(range(number)));
 }
 
-/// All that a pause of everything moves now.
+/// Returns all rows that a pause of everything moves now.
 fn whole(ledger: &Ledger) -> Rows {
     ledger.rows.choose(&Selection::Whole)
 }
@@ -93,7 +93,7 @@ fn only_what_is_nowhere_mapped_gives_its_handle_up() {
     );
     assert!(!ledger.rows.get(unmapped).unwrap().is_resident());
     assert!(ledger.rows.get(unchosen).unwrap().is_resident());
-    // A mapping whose rights are still to be set is one too.
+    // A mapping whose rights are not set yet counts too.
     ledger.mappings.set_presence(range(1).start.0, Presence::Bare);
     ledger.mappings.set_presence(range(2).start.0, Presence::Absent);
     assert_eq!(raws(&ledger.take_unmapped(&whole(&ledger), choose)), [3]);
@@ -111,7 +111,7 @@ fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
     let chosen = whole(&ledger);
     let handles = |ledger: &Ledger| ledger.rows.among(&chosen).map(Row::handle).collect::<Vec<_>>();
     assert_eq!(handles(&ledger), [first, by_ticket, last]);
-    // Its last ticket goes, on another thread.
+    // Another thread closes its last ticket.
     assert!(ledger.export_failed(id(2), serial).is_some(), "nobody holds it");
     assert_eq!(handles(&ledger), [first, last]);
     let in_its_place = insert(&mut ledger, 4);
@@ -120,7 +120,7 @@ fn what_goes_after_the_choice_is_passed_over_with_what_comes_in_its_place() {
     assert!(!chosen.has(ledger.rows.get(in_its_place).unwrap()));
     assert_eq!(raws(&ledger.take_unmapped(&chosen, |_| true)), [1, 3]);
     assert!(ledger.rows.get(in_its_place).unwrap().is_resident());
-    // What has left by the same choice is chosen no more: its last step is about it all the same.
+    // Rows that have left by the same choice are not chosen again, but its last step still moves them.
     ledger.run_on();
     assert!(whole(&ledger).handles().eq([in_its_place]));
     assert_eq!(handles(&ledger), [first, last]);
@@ -221,7 +221,7 @@ fn only_own_device_memory_and_imports_of_a_known_owner_leave() {
     assert_eq!([own, imported].map(|handle| row(handle).is_saved_to(Store::File)), [false, false]);
     assert!(!row(imported).is_saved_to(Store::Host), "its owner saves it");
     assert_eq!([own, host].map(|handle| row(handle).device()), [Some(GPU), None]);
-    // Host memory is nobody's to leave in place.
+    // Nobody leaves host memory in place.
     assert_eq!([own, imported].map(|handle| row(handle).is_shared()), [false, false]);
 }
 
@@ -375,7 +375,7 @@ fn rights_on_a_part_of_a_mapping_count_for_it_and_are_known_as_a_part() {
         let handle = insert(&mut ledger, number);
         mapped(&mut ledger, number.into(), handle);
     }
-    // One wholly, and half of the next.
+    // The whole of one, and half of the next.
     let part = VaRange::new(range(2).start, SIZE_BYTES / 2);
     let both = VaRange::new(range(1).start, SIZE_BYTES + SIZE_BYTES / 2);
     let touched = ledger.mappings.begin_access(both);

@@ -1,12 +1,12 @@
-//! The hold that others may have on an allocation: its tickets (which are open, and which have been redeemed), and its
-//! leases.
+//! The holds that other processes have on an allocation: its tickets (which are open, and which have been redeemed),
+//! and its leases.
 //!
-//! A ticket holds its memory as a descriptor of the driver's would: for as long as it is open anywhere. That is known of a
-//! ticket that is watched. Any other holds it until somebody has redeemed it.
+//! A ticket holds its memory as a descriptor of the driver's would: for as long as it is open anywhere. The pool knows
+//! that only of watched tickets. Any other ticket holds its memory until somebody has redeemed it.
 //!
-//! Each process of another tenant that has memory of this one open holds a *lease* for each allocation: a file whose lock lasts until
-//! its holder has given the memory back to the driver, or has ended. No pause takes memory away while a lease of it is open, and while
-//! the pool is frozen none is given.
+//! A process of another tenant that has memory of this one open holds a *lease* for each allocation. A lease is a file
+//! whose lock lasts until its holder has released the memory to the driver, or has ended. No pause releases memory
+//! while a lease of it is open. While the pool is frozen, no lease is given.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -18,27 +18,27 @@ use crate::driver::RawHandle;
 use crate::error::{PoolError, PoolResult};
 use crate::ids::{AllocationId, PeerId, VirtualHandle};
 
-/// The largest number of tickets that are watched: each takes a descriptor.
+/// The largest number of watched tickets: each needs a descriptor.
 pub(super) const WATCHES_MAX: usize = 256;
 
-/// For how many tickets a look at all that are watched must have made room, or is not taken again: it is a question to the
-/// kernel for each.
+/// The number of tickets that a check of all watched tickets must make room for, or else the next check is delayed. A
+/// check makes a system call for each ticket.
 const LOOK_EVERY: usize = 64;
 
-/// Serial numbers of tickets, and which allocations have some that are watched.
+/// The last serial number of a ticket, and the allocations with watched tickets.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     last_serial: u64,
-    /// The number of tickets watched at the last look, and since.
+    /// The number of tickets that were watched at the last check, or have been added since.
     pub(super) count: usize,
-    /// Rows that had watched tickets then, or have since.
+    /// The rows that had watched tickets at the last check, or have some since.
     rows: BTreeSet<VirtualHandle>,
-    /// The number of further tickets before those that are watched are looked at for room.
+    /// The number of tickets until the next check for room.
     next_look: usize,
 }
 
 impl Watches {
-    /// One ticket more is to be watched. Is it time to look for room?
+    /// Counts one more ticket to watch. Is it time to check for room?
     fn is_look_due(&mut self) -> bool {
         if self.count < WATCHES_MAX {
             return false;
@@ -47,7 +47,7 @@ impl Watches {
         self.next_look == 0
     }
 
-    /// So many tickets of `row` are watched.
+    /// Adds `count` watched tickets of `row`.
     fn add(&mut self, row: VirtualHandle, count: usize) {
         if count > 0 {
             self.count += count;
@@ -55,7 +55,7 @@ impl Watches {
         }
     }
 
-    /// All that had some; they are counted again from none.
+    /// Returns all rows with watched tickets, and resets the count for a new one.
     fn take(&mut self) -> BTreeSet<VirtualHandle> {
         self.count = 0;
         std::mem::take(&mut self.rows)
@@ -69,12 +69,12 @@ pub struct Export {
     pub id: AllocationId,
     /// Its size.
     pub size_bytes: u64,
-    /// The serial number of the ticket. Redeeming the ticket once, or closing it where it is watched, lets the memory
-    /// go that it holds. 0 for memory of another process, of which a ticket holds nothing.
+    /// The serial number of the ticket. Redeeming the ticket once releases its hold on the memory; so does closing it,
+    /// if it is watched. 0 for memory of another process: such a ticket holds nothing.
     pub serial: u64,
-    /// The process that owns it, if that is another one.
+    /// The process that owns the allocation, if it is not this one.
     pub owner: Option<PeerId>,
-    /// The part of it that was exported, unless that is the whole.
+    /// The exported part, unless that is the whole allocation.
     pub part: Option<Part>,
 }
 
@@ -88,8 +88,8 @@ pub struct Part {
 }
 
 impl Ledger {
-    /// Counts a ticket for `handle`. From now on it keeps the memory, whatever another thread releases. No driver's handle comes out
-    /// where there is a descriptor already, or it is another process's to give.
+    /// Counts a ticket for `handle`. From now on the ticket keeps the memory, even if another thread releases the
+    /// handle. Returns no driver's handle if there is a descriptor already, or if another process owns the memory.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Offloaded`].
@@ -113,8 +113,8 @@ impl Ledger {
         Ok((Export { serial, ..export }, raw))
     }
 
-    /// The ticket `serial` for `id` lasts until it is closed, which `watch` tells. Without room for one more watch it lasts
-    /// until it is redeemed, as one that is not watched.
+    /// Watches the ticket `serial` for `id` with `watch`: it lasts until it is closed. Without room for one more watch
+    /// it lasts until it is redeemed, as a ticket that is not watched.
     pub(crate) fn watch_ticket(
         &mut self,
         id: AllocationId,
@@ -136,7 +136,7 @@ impl Ledger {
         spare
     }
 
-    /// Drops tickets that have been closed; descriptors that were kept for them alone come out.
+    /// Removes closed tickets. Returns the descriptors that were kept for them alone.
     fn drop_closed_tickets(&mut self) -> Vec<OwnedFd> {
         let mut spare = Vec::new();
         for handle in self.watches.take() {
@@ -152,7 +152,7 @@ impl Ledger {
         self.watches.count > 0
     }
 
-    /// As [`Ledger::drop_closed_tickets`]; memory that nothing else held comes out too.
+    /// As [`Ledger::drop_closed_tickets`]. Also returns the memory that nothing else held.
     pub(crate) fn end_closed_tickets(&mut self) -> (Vec<OwnedFd>, Vec<Row>) {
         if self.watches.count == 0 {
             return Default::default();
@@ -163,7 +163,7 @@ impl Ledger {
         (spare, ended.into_iter().filter_map(|handle| self.take_garbage(handle)).collect())
     }
 
-    /// The driver gave no descriptor for a ticket, which nobody was given then.
+    /// Removes a ticket that nobody was given, for example because the driver made no descriptor for it.
     pub(crate) fn export_failed(&mut self, id: AllocationId, serial: u64) -> Option<Row> {
         let row = self.rows.by_id_mut(id)?;
         row.sharing_mut().tickets.take_back(serial);
@@ -177,16 +177,17 @@ impl Ledger {
 /// The totals of the memory that one borrower has open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LentTotals {
-    /// Allocations that it opened by a `cudaIpc` handle.
+    /// The number of allocations that it opened by a `cudaIpc` handle.
     pub handles: u64,
-    /// Allocations that it imported by a ticket.
+    /// The number of allocations that it imported by a ticket.
     pub tickets: u64,
-    /// Bytes of all of them.
+    /// The size of all of them, in bytes.
     pub bytes: u64,
 }
 
 impl RowTable {
-    /// Has a pause leave what borrowers have open now of the memory in `selection`, until the process runs again.
+    /// Marks the memory in `selection` that borrowers have open now: a pause leaves it in place until the process runs
+    /// again.
     pub(crate) fn leave_lent(&mut self, selection: &Selection) {
         for row in self.iter_mut().filter(|row| row.can_leave() && selection.has(row)) {
             let leases = &mut row.sharing_mut().leases;
@@ -197,8 +198,8 @@ impl RowTable {
         }
     }
 
-    /// Sums up what each borrower has open of the memory in `selection` that a pause would take. Leases that have ended
-    /// go.
+    /// Sums up the memory in `selection` that each borrower has open and that a pause would release. Removes leases
+    /// that have ended.
     pub(crate) fn lent_of(&mut self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         let mut all: BTreeMap<PeerId, LentTotals> = BTreeMap::new();
         for row in self.iter_mut() {
@@ -212,7 +213,7 @@ impl RowTable {
             for lent in &leases.0 {
                 let borrower = lent.lease.borrower;
                 let totals = all.entry(borrower).or_default();
-                // Opened twice at the same moment, it is one allocation still.
+                // An allocation that is opened twice simultaneously counts once.
                 if !counted.contains(&borrower) {
                     counted.push(borrower);
                     totals.bytes += size_bytes;

@@ -1,10 +1,10 @@
-//! Places mapped for a copy of a pause or resume, and not taken down yet.
+//! Ranges that are mapped for copies of a pause or resume, and not unmapped yet.
 
 use std::collections::BTreeMap;
 
 use crate::driver::VaRange;
 
-/// See the head of this module. By start address; each is here from its reservation on, until it is gone.
+/// The ranges by their start. Each is here from its reservation until it is freed.
 #[derive(Debug, Default)]
 pub(crate) struct Views(BTreeMap<u64, VaRange>);
 

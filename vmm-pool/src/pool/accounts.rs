@@ -1,4 +1,4 @@
-//! Accounts of the memory that the pool holds, for people and for coordinators.
+//! Reports of the memory that the pool holds, for people and for coordinators.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,32 +14,32 @@ use crate::report::{
 };
 use crate::store::{Saved, Store};
 
-/// Memory that stays in a pause, by device and cause.
+/// The memory that a pause leaves in place, by device and cause.
 #[derive(Debug, Default)]
 pub(crate) struct Reasons(BTreeMap<(DeviceOrdinal, &'static str), PinnedBytes>);
 
 impl Reasons {
-    /// So much more stays on `device` for `reason`.
+    /// Adds `bytes` that stay on `device` for `reason`.
     pub(crate) fn add(&mut self, device: DeviceOrdinal, reason: &'static str, bytes: u64) {
         let stay = PinnedBytes { reason: reason.to_owned(), bytes, count: 1 };
         self.0.entry((device, reason)).and_modify(|all| all.add(&stay)).or_insert(stay);
     }
 
-    /// All of it, in order.
+    /// Returns all entries, in order.
     pub(crate) fn all(self) -> impl Iterator<Item = (DeviceOrdinal, PinnedBytes)> {
         self.0.into_iter().map(|((device, _), stay)| (device, stay))
     }
 }
 
 impl<D: Driver> Pool<D> {
-    /// The devices that this process has memory of its own on, what stays with the driver too.
+    /// Returns the devices with this process's own memory, also memory that was left to the driver.
     pub(crate) fn devices_with_any(&self) -> BTreeSet<DeviceOrdinal> {
         let ledger = self.ledger();
         ledger.rows.devices().into_iter().chain(self.natives.devices()).collect()
     }
 
-    /// The devices whose work may touch memory of the pool: those with some of it, and those that were given access
-    /// and have a context. To wait for a device makes a context there, so the others are left alone.
+    /// Returns the devices whose work may touch memory of the pool: those with some of it, and those that have access
+    /// rights and a context. Other devices are not used: waiting for a device makes a context there.
     pub fn devices_at_work(&self) -> Vec<DeviceOrdinal> {
         let (mut devices, accessors) = {
             let ledger = self.ledger();
@@ -49,14 +49,14 @@ impl<D: Driver> Pool<D> {
         };
         let guests: BTreeSet<_> = accessors.difference(&devices).copied().collect();
         let has_context = |device: &DeviceOrdinal| {
-            // One that cannot be asked is waited for, which shows what is the matter with it.
+            // If the query fails, the device is waited for. The wait then reports its problem.
             self.driver.has_primary_context(*device).unwrap_or(true)
         };
         devices.extend(guests.into_iter().filter(has_context));
         devices.into_iter().collect()
     }
 
-    /// Returns the memory that the driver could not bring back with the contexts of this process. *While offloaded.*
+    /// Returns the memory that the driver could not restore with the contexts of this process. *While offloaded.*
     pub fn unfreezable(&self) -> Unfreezable {
         let is_away = self.gate().is_offloaded();
         let host_bytes = self.deferred.host_bytes();
@@ -65,7 +65,7 @@ impl<D: Driver> Pool<D> {
             let stays =
                 *row.origin() == Origin::Foreign || (is_away && !row.is_own() && row.is_resident());
             if row.is_of_host_file() {
-                // It is the host's alone.
+                // Host files are host memory alone.
             } else if row.is_host() {
                 bytes.host_bytes += row.size_bytes();
             } else if stays {
@@ -82,7 +82,7 @@ impl<D: Driver> Pool<D> {
         self.copied.read()
     }
 
-    /// Reports who holds what now. *While offloaded.*
+    /// Reports all memory that is held now. *While offloaded.*
     pub fn report(&self) -> PoolReport {
         let mut report = PoolReport::default();
         let mut reasons = Reasons::default();
@@ -127,8 +127,8 @@ impl<D: Driver> Pool<D> {
         report
     }
 
-    /// Device memory that a pause of `selection` does not give to others, by cause: what it must leave in place. Where it `is_over`,
-    /// also what could not be saved, what the driver would not unmap, and what it would not take back.
+    /// Returns the device memory that a pause of `selection` must leave in place, by cause. If the pause `is_over`,
+    /// also memory that could not be saved, or that the driver refused to unmap or to release.
     pub fn stays(&self, selection: &Selection, is_over: bool) -> Vec<PinnedBytes> {
         let mut reasons = self.holdings.stays(selection, is_over);
         if !selection.is_by_tag() {
@@ -170,22 +170,22 @@ fn add_to_class(account: &mut ClassBytes, row: &Row) {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Counts all own device memory against `account` from now on, for good: what there is already, whether it fits or
-    /// not, and what is made later, where it fits. Imports count where they are owned, and what is away not at all. False
-    /// where something counts already.
+    /// Counts all own device memory against `account`, for good. Existing memory counts even if it does not fit, later
+    /// memory is refused if it does not fit. Imports count in the process that owns them. Memory off its device does
+    /// not count. False if the pool has an account already.
     pub fn count_against(&self, account: Arc<dyn Account>) -> bool {
         if !self.budget.set(account) {
             return false;
         }
         let charge = |size_bytes, device| self.budget.charge_anyway(device, size_bytes);
-        // Whatever comes into either table from here on counts by itself.
+        // Memory that is added to either table from here on counts without this.
         self.ledger().rows.charge_all(charge);
         self.natives.charge_all(charge);
         self.deferred.charge_all(charge);
         true
     }
 
-    /// Refuses where the budget, as it stands now, does not have what a resume of `selection` brings back. Takes nothing.
+    /// Refuses a resume of `selection` that does not fit the budget now. Takes nothing.
     ///
     /// # Errors
     /// [`crate::PoolError::OverBudget`].

@@ -12,10 +12,10 @@ use crate::ids::VirtualHandle;
 use crate::ledger::{Block, Class, Mapping};
 
 impl<D: Driver> Entered<'_, D> {
-    /// A block of at least `size_bytes` on the device of `prop`, mapped and reachable by `accessors`.
+    /// Allocates a block of at least `size_bytes` on the device of `prop`. It is mapped, and `accessors` can access it.
     ///
     /// # Errors
-    /// [`PoolError::Driver`]; nothing is left behind.
+    /// [`PoolError::Driver`]: nothing stays allocated.
     ///
     /// # Driver calls
     /// `cuMemGetAllocationGranularity`, `cuMemCreate`, `cuMemAddressReserve`, `cuMemMap`,
@@ -61,7 +61,8 @@ impl<D: Driver> Entered<'_, D> {
         self.set_access(range, access)
     }
 
-    /// Gives up what was made and cannot be used: nobody has seen it yet. What the driver keeps goes at the next pause.
+    /// Gives up new memory that cannot be used: nobody has seen it yet. The next pause retries what the driver refuses
+    /// to release.
     pub fn abandon(&self, range: Option<VaRange>, handle: VirtualHandle) {
         if let Some(range) = range {
             let (starts, _) = self.pool.mapped_in(range);
@@ -76,9 +77,9 @@ impl<D: Driver> Entered<'_, D> {
         }
     }
 
-    /// Maps `handle` (an import) as a block at an address of the driver's choosing, and takes over the
-    /// caller's reference: from here on the mapping alone keeps it. One that `accessor` has open already is
-    /// not mapped again: its address is returned, and it takes one more [`Inside::block_close`].
+    /// Maps `handle` (an import) as a block at an address that the driver chooses. Takes over the caller's reference:
+    /// from here on only the mapping keeps the block. If `accessor` has the block open already, it is not mapped again:
+    /// its address is returned, and it needs one more [`Inside::block_close`].
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`], [`PoolError::Driver`]; the reference is used up either way.
@@ -98,12 +99,12 @@ impl<D: Driver> Entered<'_, D> {
         let range = self.block_open_at_new_range(handle, accessor)?;
         let asked_bytes = if size_bytes == 0 { range.size_bytes } else { size_bytes };
         self.pool.ledger().become_opened(handle, range.start.0, asked_bytes);
-        // The mapping keeps the memory, so that this makes no driver call.
+        // The mapping keeps the memory, so this makes no driver call.
         self.release(handle)?;
         Ok(range.start)
     }
 
-    /// Lets those of `guests` reach the block that begins at `address` that the driver lets, and that do not yet.
+    /// Gives `guests` access to the block at `address`, unless they have it already or the driver refuses.
     ///
     /// # Driver calls
     /// `cuMemSetAccess` for each.
@@ -122,8 +123,8 @@ impl<D: Driver> Entered<'_, D> {
         }
     }
 
-    /// The address at which `accessor` has `handle` open already, counted once more. Two threads that open it
-    /// for the first time simultaneously get an address each, and close each.
+    /// Returns the address where `accessor` has `handle` open already, and counts one more open. Two threads that open
+    /// it for the first time simultaneously get different addresses, and close both.
     fn block_open_once_more(
         &self,
         handle: VirtualHandle,
@@ -155,11 +156,12 @@ impl<D: Driver> Entered<'_, D> {
         mapped.map(|()| range).inspect_err(|_| self.abandon(Some(range), handle))
     }
 
-    /// Lets `accessor` reach every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory; and, where the
-    /// driver lets it, what was opened there of other processes' blocks.
+    /// Gives `accessor` access to every block of `owner`, as `cuCtxEnablePeerAccess` does for plain memory. Where the
+    /// driver allows it, also to other processes' blocks that are open there.
     ///
     /// # Errors
-    /// [`PoolError::Driver`] for the first block that could not be opened; all others are that are not away. One that another thread frees meanwhile is none.
+    /// [`PoolError::Driver`] for the first block that the driver refused. All other blocks have the access then, except
+    /// those off their device. A block that another thread frees meanwhile is no error.
     ///
     /// # Driver calls
     /// `cuMemSetAccess` for each block.
@@ -175,8 +177,8 @@ impl<D: Driver> Entered<'_, D> {
                 (is_owners || is_open_there)
                     .then(|| (Block::of(mapping), mapping.is_present(), is_owners))
             });
-            // What is away comes last, and only if the driver has refused nothing: it gets its rights when it comes back, and
-            // would not come back with one that is refused.
+            // Blocks off their device come last, and only if the driver has refused nothing. They get their rights when
+            // a resume maps them, and that would fail with a right that the driver refuses.
             let mut blocks: Vec<_> = blocks.collect();
             blocks.sort_by_key(|(_, is_present, _)| !is_present);
             blocks.into_iter().partition(|(.., is_owners)| *is_owners)
@@ -203,8 +205,8 @@ impl<D: Driver> Entered<'_, D> {
 }
 
 impl<D: Driver> Inside<'_, D> {
-    /// Identity, requested size and size on the device of the own block that holds `address`. What another process owns is not shared further, and the padding behind what was requested
-    /// is nobody's.
+    /// Returns the identity, requested size and size on the device of the own block that holds `address`. None for
+    /// another process's block, which is not shared further, and for the padding behind the requested size.
     pub fn block_identity(
         &self,
         address: DeviceAddress,
@@ -216,11 +218,11 @@ impl<D: Driver> Inside<'_, D> {
         is_inside.then_some((row.id(), asked_bytes, row.size_bytes()))
     }
 
-    /// Closes what [`Entered::block_open`] opened at `address`; the last close unmaps it. The
-    /// caller has waited for work on it.
+    /// Closes the block that [`Entered::block_open`] opened at `address`. The last close unmaps it. The caller has
+    /// waited for work on it.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] when nothing is open there; [`PoolError::Driver`], with the block as before.
+    /// [`PoolError::NotOurs`] if nothing is open there; [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
     /// At the last close, those of [`Inside::block_free`].
@@ -228,7 +230,7 @@ impl<D: Driver> Inside<'_, D> {
     pub fn block_close(&self, address: DeviceAddress) -> PoolResult<()> {
         let block = {
             let mut ledger = self.pool.ledger();
-            // At none it is not opened once more while it is being unmapped.
+            // With 0 opens, nobody can open the block again while it is being unmapped.
             let left = ledger.mappings.change_opened(address.0, -1).ok_or(PoolError::NotOurs)?;
             match ledger.mappings.get(address.0) {
                 Some(mapping) if left == 0 => Block::of(mapping),
@@ -241,7 +243,7 @@ impl<D: Driver> Inside<'_, D> {
     /// Frees the block that starts at `address`. The caller has waited for work on it.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] when no block starts there, or it is another process's, which is closed instead;
+    /// [`PoolError::NotOurs`] if no block starts there, or if it is another process's, which must be closed instead;
     /// [`PoolError::Driver`], with the block as before.
     ///
     /// # Driver calls
@@ -251,8 +253,8 @@ impl<D: Driver> Inside<'_, D> {
         self.block_give_up(self.pool.holdings.block_at(address).ok_or(PoolError::NotOurs)?)
     }
 
-    /// Frees `block`, as [`Inside::block_free`] does. Of callers in several threads one frees it; the others are told that
-    /// it is not ours, also when another block lies at its address by then.
+    /// Frees `block`, as [`Inside::block_free`] does. If several threads do so, one frees it. The others get
+    /// [`PoolError::NotOurs`], also if another block has its address by then.
     ///
     /// # Errors
     /// As [`Inside::block_free`].
@@ -267,7 +269,7 @@ impl<D: Driver> Inside<'_, D> {
         self.unmap(range).inspect_err(|_| self.pool.ledger().mappings.claim_ends(block))?;
         // SAFETY: the application gives the block up, and nothing is mapped in the range any more.
         if let Err(error) = unsafe { self.pool.driver.address_free(range) } {
-            // The memory is gone, which is what was requested; the addresses follow.
+            // The memory is freed, as requested. The addresses are freed later.
             tracing::error!(%error, address = %range.start, "addresses stay until the next pause");
             self.pool.deferred.free_range_later(range);
         }

@@ -6,17 +6,17 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::driver::{DeviceOrdinal, DriverError};
 
-/// Size of the pieces that memory is looked at in.
+/// The size of the pieces of memory that get a fingerprint each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PieceBytes(u64);
 
 impl PieceBytes {
-    /// The least: below, telling costs as much as copying.
+    /// The smallest size: for smaller pieces, fingerprints cost as much as copies.
     pub const MIN: Self = Self(16 << 10);
-    /// The most: a block of device memory has no less.
+    /// The largest size: no block of device memory is smaller.
     pub const MAX: Self = Self(2 << 20);
 
-    /// A power of two from [`PieceBytes::MIN`] to [`PieceBytes::MAX`]; none for any other number.
+    /// Makes a size that is a power of two from [`PieceBytes::MIN`] to [`PieceBytes::MAX`]; none for any other number.
     pub fn new(bytes: u64) -> Option<Self> {
         let is_one = bytes.is_power_of_two() && (Self::MIN.0..=Self::MAX.0).contains(&bytes);
         is_one.then_some(Self(bytes))
@@ -33,21 +33,21 @@ impl Default for PieceBytes {
     }
 }
 
-/// Bytes copied between two looks at a stream. At 55 GB/s the usual ones take 5 ms, in which the driver unmaps some 200 blocks:
-/// copying and unmapping keep each other busy.
+/// The bytes that are copied between two checks of a stream. At 55 GB/s the default takes 5 ms, in which the driver
+/// unmaps some 200 blocks. So copying and unmapping overlap.
 const GROUP_BYTES: u64 = 256 << 20;
 
-/// See the head of this module. Anybody may change it at any time; its lock is a leaf.
+/// The policy of one pool. Any thread may change it at any time. Its lock is a leaf.
 #[derive(Debug, Default)]
 pub struct CopyPolicy {
     are_retained: AtomicBool,
     is_given_back: AtomicBool,
     are_changes_detected: AtomicBool,
-    /// A [`PieceBytes`]; 0 for the usual.
+    /// A [`PieceBytes`]; 0 for the default.
     piece_bytes: AtomicU64,
-    /// 0 for the usual.
+    /// 0 for the default.
     group_bytes: AtomicU64,
-    /// Devices that would not tell, and the word on each.
+    /// Devices that refuse to compute fingerprints, with the error of each.
     refusals: Mutex<BTreeMap<DeviceOrdinal, DriverError>>,
     has_told_of_room: AtomicBool,
 }
@@ -57,9 +57,9 @@ impl CopyPolicy {
         self.are_retained.load(Ordering::Relaxed)
     }
 
-    /// Are copies of contents in host memory kept for readers after a resume? Counts from the next resume on, which
-    /// keeps or forgets those of what it brings back. A copy that is kept has its place until its memory is freed, and
-    /// the next pause puts the same memory's contents there.
+    /// Sets whether copies of contents in host memory stay for readers after a resume. The setting counts from the next
+    /// resume on, which keeps or forgets the copies of the memory that it restores. A copy keeps its place until its
+    /// memory is freed. The next pause puts the contents of the same memory there.
     pub fn retain(&self, are_retained: bool) {
         self.are_retained.store(are_retained, Ordering::Relaxed);
     }
@@ -69,14 +69,13 @@ impl CopyPolicy {
         self.is_given_back.load(Ordering::Relaxed)
     }
 
-    /// Is host memory that holds no contents given back by each resume, and copies with it that only the next pause has
-    /// use for? It stays pinned for the next pause otherwise,
-    /// which is then as fast as the link.
+    /// Sets whether each resume gives back host memory without contents, and copies that only the next pause could use.
+    /// Otherwise host memory stays pinned for the next pause, which is then as fast as the link.
     pub fn give_back(&self, is_given_back: bool) {
         self.is_given_back.store(is_given_back, Ordering::Relaxed);
     }
 
-    /// Do copies stay for the sake of the next pause?
+    /// Do copies stay for the next pause?
     pub(crate) fn stay_for_pauses(&self) -> bool {
         self.are_changes_detected() && !self.is_given_back()
     }
@@ -85,9 +84,9 @@ impl CopyPolicy {
         self.are_changes_detected.load(Ordering::Relaxed)
     }
 
-    /// Does a pause copy only what changed? It leaves out pieces that are all zero, which take no host memory either, and
-    /// pieces that are as in the copy of the last pause, which stays in host memory after a resume. All is copied at
-    /// first. Counts from the next pause on.
+    /// Sets whether a pause copies only changed contents. It then leaves out pieces that are all zero, which need no
+    /// host memory either. It also leaves out pieces that equal the copy of the last pause, which stays in host memory
+    /// after a resume. The default is to copy everything. The setting counts from the next pause on.
     pub fn detect_changes(&self, are_detected: bool) {
         self.are_changes_detected.store(are_detected, Ordering::Relaxed);
     }
@@ -96,7 +95,7 @@ impl CopyPolicy {
         PieceBytes::new(self.piece_bytes.load(Ordering::Relaxed)).unwrap_or_default()
     }
 
-    /// The size of the pieces that are told apart for that. Counts from the next pause on.
+    /// Sets the size of the pieces that are compared for that. The setting counts from the next pause on.
     pub fn set_piece_bytes(&self, piece_bytes: PieceBytes) {
         self.piece_bytes.store(piece_bytes.0, Ordering::Relaxed);
     }
@@ -106,23 +105,24 @@ impl CopyPolicy {
         if set == 0 { GROUP_BYTES } else { set }
     }
 
-    /// Sets how much of a device a pause copies between two looks at what is done, behind which it unmaps; 256 MiB at first. Less is for
-    /// tests and measurements: each look costs a call. Counts from the next pause on.
+    /// Sets how many bytes of a device a pause copies between two checks for finished copies, which it then unmaps. The
+    /// default is 256 MiB. Smaller values are for tests and measurements: each check is a driver call. Counts from the
+    /// next pause on.
     pub fn set_group_bytes(&self, bytes: u64) {
         self.group_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// Has `device` said that it never will?
+    /// Has `device` refused to compute fingerprints?
     pub(crate) fn is_refused(&self, device: DeviceOrdinal) -> bool {
         self.refusals.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&device)
     }
 
-    /// `device` will not tell: it is asked no more.
+    /// Records that `device` refuses to compute fingerprints, so that no pause tries again.
     pub(crate) fn refuse(&self, device: DeviceOrdinal, error: DriverError) {
         self.refusals.lock().unwrap_or_else(PoisonError::into_inner).insert(device, error);
     }
 
-    /// Is it the first time that copies had to go for want of room?
+    /// Is this the first time that copies were dropped for lack of room?
     pub(crate) fn tells_of_room(&self) -> bool {
         !self.has_told_of_room.swap(true, Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! The devices, as far as they concern the whole machine: their names, and where they are.
+//! Machine-wide facts about the devices: their names and their places.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -8,16 +8,16 @@ use crate::error::{Describe, PoolResult};
 use crate::store::Pins;
 use sublet_sync::sync::lock;
 
-/// The NUMA node of a device.
+/// A function that returns the NUMA node of a device.
 type NodeOf = fn(PciAddress) -> Option<u32>;
 
-/// See the head of this module. Each is asked of the driver when somebody wants to know it.
+/// The devices of one process. Each fact is read from the driver when somebody needs it.
 #[derive(Debug)]
 pub struct Devices<D: Driver> {
     pub(crate) driver: Arc<D>,
-    /// Machine-wide names of devices, as the driver gave them. A leaf.
+    /// The machine-wide names of devices, as the driver returned them. Its lock is a leaf.
     names: Mutex<BTreeMap<DeviceOrdinal, String>>,
-    /// The function that tells the NUMA node of a device. A leaf.
+    /// The function that returns the NUMA node of a device. Its lock is a leaf.
     node_of: Mutex<Option<NodeOf>>,
 }
 
@@ -26,8 +26,8 @@ impl<D: Driver> Devices<D> {
         Self { driver, names: Mutex::default(), node_of: Mutex::default() }
     }
 
-    /// The machine-wide name of `device`, as [`DeviceUuid`](crate::driver::DeviceUuid) writes it, or a name by ordinal
-    /// where the driver has none. Asked of the driver once a device.
+    /// Returns the machine-wide name of `device`, as [`DeviceUuid`](crate::driver::DeviceUuid) writes it. If the driver
+    /// has none, returns a name by ordinal. Calls the driver once for each device.
     pub fn uuid(&self, device: DeviceOrdinal) -> String {
         let known = || lock(&self.names);
         if let Some(name) = known().get(&device) {
@@ -41,13 +41,14 @@ impl<D: Driver> Devices<D> {
         name
     }
 
-    /// Does this process see the device of this name, as [`Devices::uuid`] says it?
+    /// Does this process see the device with this name, as [`Devices::uuid`] returns it?
     pub fn sees(&self, uuid: &str) -> bool {
         let count = self.driver.device_count().unwrap_or(0);
         (0..count).any(|ordinal| self.uuid(DeviceOrdinal(ordinal)) == uuid)
     }
 
-    /// For whom this thread can pin `size_bytes` without making a context, one of which is current then.
+    /// Returns the contexts for which this thread can pin `size_bytes` without making a context. One of them is current
+    /// then.
     pub(crate) fn pins_beside_work(
         &self,
         devices: &[DeviceOrdinal],
@@ -57,19 +58,20 @@ impl<D: Driver> Devices<D> {
         let has_context = |device: &DeviceOrdinal| self.driver.has_primary_context(*device);
         let with_context = devices.iter().find(|device| has_context(device).unwrap_or(false));
         let Some(&device) = with_context else { return Ok(Pins::Nobody) };
-        // A call of this thread must not spoil a capture of another one's.
+        // A call of this thread must not invalidate a stream capture of another thread.
         self.driver.stand_beside_captures().about(about, size_bytes, Some(device))?;
         self.driver.make_current(device).about(about, size_bytes, Some(device))?;
         Ok(Pins::of(devices))
     }
 
-    /// Says on which NUMA node a device is, for all host memory that is brought in from now on. None where the machine
-    /// has only one, or does not say. Asked once a device.
+    /// Sets the function that returns the NUMA node of a device. It counts for all host memory that is populated from
+    /// now on. The function returns none if the machine has only one node, or does not report it. It is called once for
+    /// each device.
     pub fn place_on_nodes(&self, node_of: NodeOf) {
         *lock(&self.node_of) = Some(node_of);
     }
 
-    /// The nodes of all of `devices`, in order and once each: a chunk holds contents of any of them.
+    /// Returns the nodes of all of `devices`, in order and once each: a chunk holds contents of any of them.
     pub(crate) fn nodes_of(&self, devices: &[DeviceOrdinal]) -> Vec<u32> {
         let Some(node_of) = *lock(&self.node_of) else { return Vec::new() };
         let node_of = |&device: &DeviceOrdinal| node_of(self.pci_address(device)?);
@@ -79,7 +81,7 @@ impl<D: Driver> Devices<D> {
         nodes
     }
 
-    /// Returns the place of `device` on the machine's buses; none where the driver does not say.
+    /// Returns the PCI address of `device`; none if the driver does not report it.
     pub fn pci_address(&self, device: DeviceOrdinal) -> Option<PciAddress> {
         let part = |attribute| {
             let value = self.driver.device_attribute(device, attribute).ok()?;

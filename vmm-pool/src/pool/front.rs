@@ -1,4 +1,5 @@
-//! The front: it answers for handles and addresses that callers hold, rows of the ledger or not.
+//! The front: it handles calls about handles and addresses that callers hold, whether or not these are rows of the
+//! ledger.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use crate::ids::{AllocationId, VirtualHandle};
 use crate::ledger::{Class, Export, Known, Part};
 use crate::report::SlabTotals;
 
-/// New memory, as a caller wants it.
+/// New memory, as a caller requests it.
 #[derive(Clone, Debug)]
 pub struct NewMemory {
     /// Its size.
@@ -21,26 +22,26 @@ pub struct NewMemory {
     pub prop: AllocationProp,
     /// Its class.
     pub class: Class,
-    /// It is to be an allocation of its own: its caller may map it a second time.
+    /// True if it must be a separate allocation: its caller may map it a second time.
     pub is_alone: bool,
 }
 
-/// An address of the front's own, as a caller sees it.
+/// One of the front's own addresses, as a caller sees it.
 #[derive(Clone, Debug, Default)]
 pub struct FrontView {
     /// The part that is mapped there: its addresses, its handle, and the rights that callers have set on it.
     pub part: Option<(VaRange, VirtualHandle, Vec<AccessDesc>)>,
     /// The range that a caller was given, if it is a part of what the driver has reserved.
     pub reserved: Option<VaRange>,
-    /// The driver sees something there, and no caller has anything.
+    /// True if the driver has something there, but no caller does.
     pub is_nobodys: bool,
 }
 
-/// The calls about what callers hold. Each answers for rows by default, as [`Entered`], [`Inside`] and
-/// [`Holdings`](crate::Holdings) do.
+/// The calls about handles and addresses that callers hold. By default each works on rows, as the methods of
+/// [`Entered`], [`Inside`] and [`Holdings`](crate::Holdings) do.
 ///
-/// A front may give callers handles of its own ([`VirtualHandle::of_front`]), and addresses inside its own reservations.
-/// No lock of the pool is held while it is called.
+/// A front may give callers handles of its own ([`VirtualHandle::of_front`]), and addresses inside its own
+/// reservations. The pool holds no lock when it calls a front.
 pub trait Front<D: Driver>: Debug + Send + Sync {
     /// Creates memory.
     ///
@@ -48,28 +49,28 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
     /// As [`Entered::create`].
     ///
     /// # Driver calls
-    /// Those of [`Entered::create`], at least where the front does not have the memory yet.
+    /// Those of [`Entered::create`], if the front does not have the memory yet.
     #[doc(alias = "cuMemCreate")]
     fn create(&self, entered: &Entered<'_, D>, new: NewMemory) -> PoolResult<VirtualHandle> {
         entered.create(new.size_bytes, &new.prop, new.class)
     }
 
-    /// Gives back one reference of what `handle` stands for.
+    /// Drops one reference of `handle`.
     ///
     /// # Errors
     /// As [`Inside::release`].
     ///
     /// # Driver calls
-    /// Those of [`Inside::release`], and what ends with its last part.
+    /// Those of [`Inside::release`], also for an allocation whose last part is released.
     #[doc(alias = "cuMemRelease")]
     fn release(&self, inside: &Inside<'_, D>, handle: VirtualHandle) -> PoolResult<()> {
         inside.release(handle)
     }
 
-    /// One more reference to what is mapped there.
+    /// Adds a reference to the memory that is mapped at `at`.
     ///
     /// # Errors
-    /// As [`Inside::retain_at`]; [`PoolError::Driver`] for addresses of the front that nobody has.
+    /// As [`Inside::retain_at`]; [`PoolError::Driver`] for addresses of the front that no caller has.
     #[doc(alias = "cuMemRetainAllocationHandle")]
     fn retain_at(&self, inside: &Inside<'_, D>, at: DeviceAddress) -> PoolResult<VirtualHandle> {
         inside.retain_at(at)
@@ -88,13 +89,13 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         inside.properties(held)
     }
 
-    /// Maps the whole of what `handle` stands for.
+    /// Maps the whole memory of `handle`.
     ///
     /// # Errors
-    /// As [`Entered::map`]; [`PoolError::Driver`] too for what the front cannot map there.
+    /// As [`Entered::map`]; also [`PoolError::Driver`] for memory that the front cannot map there.
     ///
     /// # Driver calls
-    /// Those of [`Entered::map`] for a row; the front's own for what is none.
+    /// Those of [`Entered::map`] for a row; the front's own for other handles.
     #[doc(alias = "cuMemMap")]
     fn map(
         &self,
@@ -106,11 +107,11 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         entered.map(range, offset_bytes, handle)
     }
 
-    /// Unmaps what is mapped inside `range`.
+    /// Unmaps all mappings inside `range`.
     ///
     /// # Errors
-    /// As [`Inside::unmap`]; [`PoolError::Driver`] too for a part of what is mapped as a whole, and where nothing is
-    /// mapped at addresses of the front.
+    /// As [`Inside::unmap`]; also [`PoolError::Driver`] for a part of a mapping, and if nothing is mapped at addresses
+    /// of the front.
     ///
     /// # Driver calls
     /// As [`Front::release`].
@@ -119,10 +120,10 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         inside.unmap(range)
     }
 
-    /// Sets who may reach what is mapped in `range`.
+    /// Sets the access rights of the mappings in `range`.
     ///
     /// # Errors
-    /// As [`Entered::set_access`]; [`PoolError::Driver`] too where a part of the front's addresses has nothing mapped.
+    /// As [`Entered::set_access`]; also [`PoolError::Driver`] if nothing is mapped at a part of the front's addresses.
     ///
     /// # Driver calls
     /// `cuMemSetAccess`, unless the device has the rights already.
@@ -136,15 +137,15 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         entered.set_access(range, access)
     }
 
-    /// May [`Front::take_addresses`] have some for this thread? Passes no gate.
+    /// May [`Front::take_addresses`] have addresses for this thread? Passes no gate.
     fn has_addresses(&self, _size_bytes: u64, _alignment: u64, _library: &str) -> bool {
         false
     }
 
-    /// Addresses for a caller of `library`'s. None where the driver is to give them.
+    /// Returns addresses for a caller of `library`. None if the driver must reserve them.
     ///
     /// # Driver calls
-    /// `cuMemAddressReserve`, where the front has none left.
+    /// `cuMemAddressReserve`, if the front has none left.
     #[doc(alias = "cuMemAddressReserve")]
     fn take_addresses(
         &self,
@@ -156,11 +157,11 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         None
     }
 
-    /// Gives up addresses.
+    /// Frees addresses.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] for addresses that are the driver's to free; [`PoolError::Driver`] where something is
-    /// mapped there, or they are not what was handed out.
+    /// [`PoolError::NotOurs`] for addresses that the driver must free; [`PoolError::Driver`] if something is mapped
+    /// there, or if they are not exactly a range that was handed out.
     ///
     /// # Driver calls
     /// `cuMemAddressFree`, for the last of a reservation of the front.
@@ -169,26 +170,27 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         inside.check_address_free(range).and(Err(PoolError::NotOurs))
     }
 
-    /// Makes what `handle` stands for importable by others, and counts one ticket, as [`Entered::export`] does.
+    /// Makes the memory of `handle` importable by other processes, and counts one ticket, as [`Entered::export`] does.
     ///
     /// # Errors
     /// As [`Entered::export`].
     ///
     /// # Driver calls
-    /// `cuMemExportToShareableHandle`, once an allocation.
+    /// `cuMemExportToShareableHandle`, once for each allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
     fn export(&self, entered: &Entered<'_, D>, handle: VirtualHandle) -> PoolResult<Export> {
         entered.export(handle)
     }
 
-    /// One more reference to what the ticket is of, when this process holds that allocation already, as
+    /// Adds a reference to the memory of the ticket, if this process holds that allocation already, as
     /// [`Entered::import_held`] does.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] where there are no parts; [`PoolError::Driver`] for one that cannot be, or cannot be mapped.
+    /// [`PoolError::NotOurs`] if the front has no parts; [`PoolError::Driver`] for a part that cannot exist, or cannot
+    /// be mapped.
     ///
     /// # Driver calls
-    /// The front's own, where it has that part not mapped yet.
+    /// The front's own, if that part is not mapped yet.
     fn import_held(
         &self,
         entered: &Entered<'_, D>,
@@ -198,7 +200,7 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
             .map_or_else(|| Ok(entered.import_held(of.id, of.serial)), |_| Err(PoolError::NotOurs))
     }
 
-    /// Imports `part` of what another process owns, or the whole.
+    /// Imports an allocation that another process owns, or `part` of it.
     ///
     /// # Errors
     /// As [`Entered::import`] and [`Front::import_held`].
@@ -217,35 +219,35 @@ pub trait Front<D: Driver>: Debug + Send + Sync {
         part.map_or_else(|| entered.import(source, lent, class), |_| Err(PoolError::NotOurs))
     }
 
-    /// The address, where the front answers for it. Passes no gate, and waits for nothing.
+    /// Returns what a caller sees at the address, if it is one of the front's. Passes no gate, and does not block.
     fn seen_at(&self, _address: DeviceAddress) -> Option<FrontView> {
         None
     }
 
-    /// The totals of allocations that others are parts of.
+    /// Returns the totals of allocations that have parts.
     fn totals(&self) -> SlabTotals {
         SlabTotals::default()
     }
 }
 
-/// The front of callers that hold rows alone.
+/// The front of a pool whose callers hold only rows.
 #[derive(Debug)]
 struct Rows;
 
 impl<D: Driver> Front<D> for Rows {}
 
 impl<D: Driver> Pool<D> {
-    /// Has `front` answer from now on, for good, before callers hold anything. False where one does already.
+    /// Sets the front, for good, before callers hold anything. False if there is one already.
     pub fn set_front(&self, front: Arc<dyn Front<D>>) -> bool {
         self.front.set(front).is_ok()
     }
 
-    /// The front: it answers for what callers hold.
+    /// Returns the front, which handles calls about handles and addresses of callers.
     pub fn front(&self) -> &dyn Front<D> {
         self.front.get().map_or(&Rows, |front| &**front)
     }
 
-    /// Tells who can answer a question about `address` now. Passes no gate, and waits for nothing.
+    /// Returns the source that can answer a question about `address` now. Passes no gate, and does not block.
     pub fn who_answers(&self, address: DeviceAddress) -> Known {
         let seen = self.front().seen_at(address);
         if seen.as_ref().is_some_and(|seen| seen.is_nobodys) {
@@ -261,7 +263,8 @@ impl<D: Driver> Pool<D> {
         known
     }
 
-    /// A number that the memory at `address` has alone, wherever it is.
+    /// Returns the number of the memory at `address`. No other memory has it, and it stays the same while the memory
+    /// moves.
     #[doc(alias = "CU_POINTER_ATTRIBUTE_BUFFER_ID")]
     pub fn memory_number(&self, address: DeviceAddress) -> Option<u64> {
         let part = self.front().seen_at(address).and_then(|seen| Some(seen.part?.1));
@@ -269,8 +272,8 @@ impl<D: Driver> Pool<D> {
         part.or_else(row).map(VirtualHandle::raw)
     }
 
-    /// The range that the driver would report for `address`, where the driver cannot or would say something else: those
-    /// of [`crate::Holdings::range_of`], and the front's. Passes no gate.
+    /// Returns the range that the driver would report for `address`, if the driver cannot answer or would answer
+    /// differently: ranges of [`crate::Holdings::range_of`], and the front's. Passes no gate.
     #[doc(alias = "cuMemGetAddressRange")]
     pub fn range_seen(&self, address: DeviceAddress) -> Option<VaRange> {
         let part = self.front().seen_at(address).and_then(|seen| Some(seen.part?.0));
@@ -278,14 +281,14 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-// What a front is made with.
+// Calls that a front is implemented with.
 impl<D: Driver> Inside<'_, D> {
-    /// The pool that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Pool<D> {
         self.pool
     }
 
-    /// The identity of the allocation `handle`, and its size in bytes.
+    /// Returns the identity of the allocation `handle`, and its size in bytes.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`].
@@ -293,7 +296,7 @@ impl<D: Driver> Inside<'_, D> {
         self.pool.ledger().rows.find(handle).map(|row| (row.id(), row.size_bytes()))
     }
 
-    /// One more reference to the allocation `handle`. False where it is gone.
+    /// Adds a reference to the allocation `handle`. False if it is gone.
     pub fn retain(&self, handle: VirtualHandle) -> bool {
         self.pool.ledger().rows.add_reference(handle)
     }
@@ -301,7 +304,7 @@ impl<D: Driver> Inside<'_, D> {
     /// Refuses an allocation that is not on its device, as far as is known.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`]; [`PoolError::Offloaded`] where its tag is paused; [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`]; [`PoolError::Offloaded`] if its tag is paused; [`PoolError::Driver`].
     pub fn check_here(&self, handle: VirtualHandle) -> PoolResult<()> {
         let ledger = self.pool.ledger();
         let row = ledger.rows.find(handle)?;

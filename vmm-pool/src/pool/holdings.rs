@@ -1,5 +1,5 @@
-//! The memory that this process holds, for coordinators and other processes: the ledger behind its lock, and its
-//! answers.
+//! The memory that this process holds, for coordinators and other processes: the ledger behind its lock, and answers to
+//! questions about it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use crate::ledger::{
 };
 use crate::report::OVERDUE;
 
-/// See the head of this module. Each question takes the lock for itself, and waits for nothing else.
+/// The ledger of one process. Each question takes the lock itself, and waits for nothing else.
 #[derive(Debug, Default)]
 pub struct Holdings(Mutex<Ledger>);
 
@@ -23,19 +23,18 @@ impl Holdings {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The devices that this process has memory of its own on, in ordinal order. Imports do not count:
-    /// they lie on their owners' devices, and touching one of those would make a context there, which
-    /// costs some 500 MiB.
+    /// Returns the devices with this process's own memory, in ordinal order. Imports do not count: they are on their
+    /// owners' devices, and touching such a device would make a context there, which costs some 500 MiB.
     pub fn devices(&self) -> Vec<DeviceOrdinal> {
         self.ledger().rows.devices().into_iter().collect()
     }
 
-    /// The device that `id` is on; none when it is gone, or on a host.
+    /// Returns the device that `id` is on; none if it is gone, or on a host.
     pub fn device_of(&self, id: AllocationId) -> Option<DeviceOrdinal> {
         self.ledger().rows.by_id(id).and_then(Row::device)
     }
 
-    /// Own memory of `selection` that is on its device and would leave in a pause, in bytes.
+    /// Returns the own memory of `selection` that is on its device and that a pause may release, in bytes.
     pub fn resident_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         let ledger = self.ledger();
         ledger
@@ -43,23 +42,23 @@ impl Holdings {
             .own_bytes(&ledger.rows.choose(selection), |row| row.is_resident() && row.can_leave())
     }
 
-    /// Own memory of `selection` that is not on its device now, in bytes.
+    /// Returns the own memory of `selection` that is not on its device now, in bytes.
     pub fn offloaded_bytes(&self, selection: &Selection) -> BTreeMap<DeviceOrdinal, u64> {
         let ledger = self.ledger();
         ledger.rows.own_bytes(&ledger.rows.choose(selection), |row| !row.is_resident())
     }
 
-    /// The largest allocation of that, in bytes.
+    /// Returns the size of the largest own allocation of `selection` that is not on its device now.
     pub fn largest_offloaded_bytes(&self, selection: &Selection) -> u64 {
         let ledger = self.ledger();
         let away = ledger.rows.iter().filter(|row| row.is_own() && !row.is_resident());
         away.filter(|row| selection.has(row)).map(Row::size_bytes).max().unwrap_or(0)
     }
 
-    /// Memory that a pause of `selection` does not give to others, by device and cause. What could leave is among it where the pause
-    /// `is_over`. Imports count where nobody owns them any more, and where they should have gone.
+    /// Returns the memory that a pause of `selection` leaves in place, by device and cause. If the pause `is_over`,
+    /// memory that could leave is included. Imports count if nobody owns them any more, or if they should have left.
     pub(super) fn stays(&self, selection: &Selection, is_over: bool) -> Reasons {
-        // What an earlier pause by tag has left is none of a whole one's, and should have gone as well.
+        // Memory that an earlier pause by tag has left is not in a whole selection, but should have left too.
         let is_whole = !selection.is_by_tag();
         let is_meant = |row: &&Row| selection.has(row) || (is_whole && row.is_own());
         let mut reasons = Reasons::default();
@@ -77,7 +76,7 @@ impl Holdings {
         reasons
     }
 
-    /// Memory by tag. What has none is left out.
+    /// Returns the memory of each tag. Memory without a tag is left out.
     pub fn tag_bytes(&self) -> BTreeMap<String, TagTotals> {
         let mut bytes: BTreeMap<String, TagTotals> = BTreeMap::new();
         for row in self.ledger().rows.iter().filter(|row| !row.class().tag.is_empty()) {
@@ -98,7 +97,7 @@ impl Holdings {
         bytes
     }
 
-    /// The tag of an allocation; empty when it has none, or is gone.
+    /// Returns the tag of an allocation; empty if it has none, or is gone.
     pub fn tag_of(&self, id: AllocationId) -> String {
         self.ledger().rows.by_id(id).map(|row| row.class().tag.clone()).unwrap_or_default()
     }
@@ -114,42 +113,43 @@ impl Holdings {
         self.ledger().rows.iter().any(|row| row.is_shared() && selection.has(row))
     }
 
-    /// All that is recorded of one allocation, for the error of a test.
+    /// Returns all that is recorded of one allocation, for error messages of tests.
     #[cfg(feature = "sim")]
     pub fn told_of(&self, id: AllocationId) -> String {
         let ledger = self.ledger();
         format!("{:?}, frozen: {}", ledger.rows.by_id(id), ledger.is_frozen())
     }
 
-    /// All allocations, in the ledger's order, with what is saved of each. Waits for nothing.
+    /// Returns all allocations, in the ledger's order, with their saved parts. Does not block.
     pub fn inventory(&self, stance: Stance) -> Vec<Holding> {
         let ledger = self.ledger();
         ledger.rows.iter().map(|row| Holding::of(&ledger, row, stance)).collect()
     }
 
-    /// Gives nothing to importers from now on but what is owed to them since a pause ([`crate::Pool::hand_out`]).
+    /// Gives importers nothing from now on, except memory that is owed to them since a pause
+    /// ([`crate::Pool::hand_out`]).
     pub fn freeze(&self) {
         self.ledger().freeze();
     }
 
-    /// Importers are given what they ask for again: the process runs.
+    /// Ends the freeze, because the process runs: importers can get memory again.
     pub fn thaw(&self) {
         self.ledger().thaw();
     }
 
-    /// The memory of `selection` that processes of other tenants have open now. Waits for nothing.
+    /// Returns the memory of `selection` that processes of other tenants have open now. Does not block.
     pub fn lent(&self, selection: &Selection) -> BTreeMap<PeerId, LentTotals> {
         self.ledger().rows.lent_of(selection)
     }
 
-    /// Has a pause leave the memory of `selection` that processes of other tenants have open now. It stays so until the process runs again, where the
-    /// pool is frozen.
+    /// Marks the memory of `selection` that processes of other tenants have open now: a pause leaves it in place. If
+    /// the pool is frozen, this stays so until the process runs again.
     pub fn leave_lent(&self, selection: &Selection) {
         self.ledger().rows.leave_lent(selection);
     }
 
-    /// The shared device memory that is held, and whether some of `selection` is. It stays so where the pool is frozen
-    /// and the application's calls are held back.
+    /// Returns the shared device memory that is held, and whether some of `selection` is shared. The answer stays true
+    /// while the pool is frozen and the application's calls are blocked.
     pub fn references(&self, selection: &Selection) -> References {
         let mut ledger = self.ledger();
         let lent = ledger.rows.lent_of(selection);
@@ -171,25 +171,25 @@ impl Holdings {
         references
     }
 
-    /// Are there tickets that are known to be open, or to have been closed?
+    /// Are there watched tickets?
     pub fn has_watched_tickets(&self) -> bool {
         self.ledger().has_watched_tickets()
     }
 
-    /// The owners of all imports, each once.
+    /// Returns the owners of all imports, each once.
     pub fn import_owners(&self) -> Vec<PeerId> {
         let owners: BTreeSet<PeerId> = self.ledger().rows.iter().filter_map(Row::owner).collect();
         owners.into_iter().collect()
     }
 
-    /// Kind and size in bytes of each allocation that was imported from `owner` and is on its device.
+    /// Returns the class and the size in bytes of each allocation that was imported from `owner` and is on its device.
     pub fn imports_here(&self, owner: PeerId) -> Vec<(Class, u64)> {
         let ledger = self.ledger();
         let here = ledger.rows.iter().filter(|row| row.owner() == Some(owner) && row.is_resident());
         here.map(|row| (row.class().clone(), row.size_bytes())).collect()
     }
 
-    /// The bytes that were imported from `owner` and are not resident.
+    /// Returns the imports from `owner` that are not resident.
     pub fn imports_away(&self, owner: PeerId) -> LostImports {
         let ledger = self.ledger();
         let is_away = |row: &&Row| row.owner() == Some(owner) && !row.is_resident();
@@ -201,13 +201,13 @@ impl Holdings {
         lost
     }
 
-    /// Gives up on what was imported from `owner` and is not resident: it is not fetched any more, and
-    /// its mappings stay absent until their user unmaps them. Says how much that is.
+    /// Gives up imports from `owner` that are not resident: they are not fetched any more, and their mappings stay
+    /// absent until their user unmaps them. Returns how many there are.
     pub fn give_up_imports(&self, owner: PeerId) -> LostImports {
         self.ledger().rows.give_up(|_, theirs| theirs == owner)
     }
 
-    /// As [`Holdings::give_up_imports`], of these allocations.
+    /// As [`Holdings::give_up_imports`], for the allocations `missing`.
     pub fn give_up_missing(&self, missing: &BTreeSet<AllocationId>) -> LostImports {
         self.ledger().rows.give_up(|id, _| missing.contains(&id))
     }

@@ -1,5 +1,5 @@
-//! Memory that leaves and comes back while its process runs, chunk by chunk: the rows behind it. Who moves it has a
-//! [`StillChunk`](crate::StillChunk) of each.
+//! The rows of paged memory, which leaves its device and comes back chunk by chunk while its process runs. The caller
+//! that moves a chunk has a [`StillChunk`](crate::StillChunk) of it.
 
 use super::{Pool, new_id};
 use crate::driver::{AccessDesc, AllocationProp, DeviceOrdinal, Driver, VaRange};
@@ -8,7 +8,7 @@ use crate::ids::VirtualHandle;
 use crate::ledger::{Class, NewRow, Origin, Row};
 
 impl<D: Driver> Pool<D> {
-    /// Enters a chunk whose home is mapped at `range`. It is away, and nothing is saved of it: it is zero.
+    /// Adds a chunk whose home is mapped at `range`. It is off its device and nothing of it is saved, so it is zero.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].
@@ -24,7 +24,7 @@ impl<D: Driver> Pool<D> {
         Ok(self.ledger().insert_with_home(new, range, &[AccessDesc::read_write(device)]))
     }
 
-    /// The chunk goes, which is mapped nowhere, with its home.
+    /// Removes the chunk and its home. The chunk is mapped nowhere.
     pub fn remove_with_home(&self, row: VirtualHandle) {
         let mut ledger = self.ledger();
         let starts: Vec<_> = ledger.rows.get(row).into_iter().flat_map(Row::mapped_at).collect();
@@ -34,8 +34,8 @@ impl<D: Driver> Pool<D> {
         self.dispose_quietly(garbage);
     }
 
-    /// May it not leave its home? Other holders of its pages do not wait for the caller that moves it. A pin does not hold what
-    /// `is_given_up`: its memory goes to the driver, and its user has freed it.
+    /// Must the chunk stay at its home? Other holders of its pages do not wait for the caller that moves it. A pin does
+    /// not hold a chunk that `is_given_up`: its memory is released, and its user has freed it.
     pub fn stays_home(&self, row: VirtualHandle, is_given_up: bool) -> bool {
         self.ledger().rows.get(row).is_some_and(|row| {
             let is_pinned = row.reason_to_stay().is_some() && !is_given_up;
@@ -43,18 +43,19 @@ impl<D: Driver> Pool<D> {
         })
     }
 
-    /// Has it a place of its own in host memory?
+    /// Does the chunk have a place of its own in host memory?
     pub fn has_own_place(&self, row: VirtualHandle) -> bool {
         self.ledger().rows.get(row).is_some_and(Row::has_own_place)
     }
 
-    /// Computes the end of contents in host memory with places for all that have a home, and for `more` of `size_bytes`.
+    /// Returns the end of host memory that holds a place for all memory with a home, and for `more` chunks of
+    /// `size_bytes`.
     pub fn end_with_homes(&self, more: usize, size_bytes: u64) -> u64 {
         self.ledger().end_with_homes(more, size_bytes)
     }
 }
 
-/// Returns the properties of the memory that makes up chunks on `device`. No other process can be given this memory.
+/// Returns the properties of the memory of chunks on `device`. This memory cannot be shared with other processes.
 pub fn frame_prop(device: DeviceOrdinal) -> AllocationProp {
     AllocationProp { requested_handle_types: 0, ..AllocationProp::pinned_on(device) }
 }

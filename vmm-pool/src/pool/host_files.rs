@@ -1,7 +1,8 @@
-//! NCCL's shared host memory comes back from a deep pause if it is a file of ours instead of the driver's (`driver/cuda/host_files.rs`).
+//! Turns NCCL's shared host memory into files of Sublet's, so that it survives a deep pause
+//! (`driver/cuda/host_files.rs`).
 //!
-//! Such memory is the driver's when it is made, and becomes a file when addresses are reserved for it, before anybody has mapped or
-//! shared it. All that is refused on that way, and all that comes in another order, leaves it the driver's.
+//! Such memory is the driver's when it is made. It becomes a file when addresses are reserved for it, before anybody
+//! has mapped or shared it. If a step is refused, or if calls come in another order, it stays the driver's.
 
 use super::Entered;
 use crate::deferred::Physical;
@@ -12,8 +13,9 @@ const ADVICE: &str =
     "a peer's shared host memory has no place here; start the job with NCCL_CUMEM_HOST_ENABLE=0";
 
 impl<D: Driver> Entered<'_, D> {
-    /// Addresses to map `handle` at, whole and next: of host memory that is shared by descriptors, made here and not used yet, or imported from
-    /// a process that has a file. None if it is other memory or cannot be a file: then the driver gives addresses.
+    /// Returns addresses for host memory that is shared by descriptors. The next call must map the whole `handle`
+    /// there. The memory was made here and not used yet, or imported from a process that has a file. None if it is
+    /// other memory or cannot be a file: then the driver reserves addresses.
     ///
     /// # Driver calls
     /// `cuDeviceGetAttribute`, `cuMemHostRegister`, `cuMemRelease`.

@@ -1,4 +1,4 @@
-//! Host memory for saved contents, with the file: what is held, and what a pause would take.
+//! Host memory for saved contents, with the file: the amount that is held, and the amount that a pause would need.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -16,17 +16,17 @@ use crate::store::{
 };
 use sublet_sync::sync::lock;
 
-/// The time that a pause waits for a chunk that is on its way, before it brings one in itself: the driver may have the chunk,
-/// and be busy with something else.
+/// The time that a pause waits for a chunk that another thread populates, before it populates one itself. The driver
+/// may be pinning the chunk, and be busy with something else.
 const COMES_WITHIN: Duration = Duration::from_secs(2);
 
-/// See the head of this module.
+/// The host memory of one process: see the head of this module.
 #[derive(Debug)]
 pub struct HostMemory<D: Driver> {
     pub(crate) holdings: Arc<Holdings>,
     pub(crate) devices: Arc<Devices<D>>,
     arena: Mutex<HostArena<D>>,
-    /// The arena's figures, and what is on its way there.
+    /// The arena's sizes, and the chunk that is being populated for it.
     pub(crate) incoming: Arc<Incoming>,
 }
 
@@ -41,19 +41,20 @@ impl<D: Driver> HostMemory<D> {
         Self { holdings, devices, arena: Mutex::new(arena), incoming }
     }
 
-    /// Taken before the ledger where both are. Waits while host memory grows.
+    /// Locks the arena. Lock it before the ledger, if you need both. Waits while host memory grows.
     pub(crate) fn arena(&self) -> MutexGuard<'_, HostArena<D>> {
         lock(&self.arena)
     }
 
-    /// Sets the directory where contents of [`crate::Contents::File`] go, `/tmp` at first. It counts from the next
-    /// pause on that begins while no such contents are saved. That pause fails if the directory cannot be used.
+    /// Sets the directory for contents of [`crate::Contents::File`]. The default is `/tmp`. The setting counts from the
+    /// next pause on that begins while no such contents are saved. That pause fails if the directory cannot be used.
     /// Waits while host memory grows.
     pub fn set_file_dir(&self, dir: PathBuf) {
         self.arena().disk.dir = dir;
     }
 
-    /// Has `make` make the next file there. Until this is called, a pause with contents for a file fails. Waits while host memory grows.
+    /// Sets the function that makes the next file. Until this is called, a pause with contents for a file fails. Waits
+    /// while host memory grows.
     pub fn make_files_by(&self, make: MakeFile) {
         self.arena().disk.make = make;
     }
@@ -63,22 +64,23 @@ impl<D: Driver> HostMemory<D> {
         self.arena().disk.dir.clone()
     }
 
-    /// For a forked child: closes its copy of the file, which holds disk space that the parent believes to have given back.
-    /// Passes over a file that a thread was changing at the fork.
+    /// Closes a forked child's copy of the file, which holds disk space that the parent may have given back. Skips a
+    /// file that a thread was changing at the fork.
     pub fn close_file_in_child(&self) {
         if let Ok(mut arena) = self.arena.try_lock() {
             arena.disk.file = None;
         }
     }
 
-    /// Has what contents that end there need come in during the copies, behind the chunk that is on its way, if they need that.
-    /// [`HostArena::end_growth`] ends it.
+    /// Starts a thread that populates host memory for contents that end at `end_bytes`, during the copies, if any is
+    /// missing. First waits for a chunk that is being populated, if it is needed. [`HostArena::end_growth`] ends the
+    /// growth.
     pub(crate) fn begin_growth(&self, end_bytes: u64, is_file_used: bool) {
         let nodes = self.devices.nodes_of(&self.holdings.devices());
         let is_short = |held: HeldFigures| held.missing(end_bytes, is_file_used).is_some();
         self.incoming.wait(COMES_WITHIN, is_short);
         let bring_in = self.arena().begin_growth(nodes, end_bytes);
-        // The lock is let go: to start a thread may take the system long.
+        // The lock is released here, because starting a thread may take long.
         if let Some(bring_in) = bring_in
             && let Err(error) = sublet_sync::threads::spawn("sublet-arena", bring_in, |_| {})
         {
@@ -86,7 +88,8 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// Gives the pins of host memory up, or takes them again. What cannot be pinned again is copied slower, until a pause pins it.
+    /// Unpins host memory, or pins it again. Memory that cannot be pinned again is copied slower, until a pause pins
+    /// it.
     pub(crate) fn set_pinned(&self, is_pinned: bool) -> StepLog {
         let (mut log, devices) = (StepLog::default(), self.holdings.devices());
         let mut arena = self.arena();
@@ -103,8 +106,8 @@ impl<D: Driver> HostMemory<D> {
         log
     }
 
-    /// Refuses contents that end at `end_bytes` of host memory if that is not held, and `budget` does not give it. That is told how
-    /// much is held, in bytes.
+    /// Refuses contents that end at `end_bytes` of host memory, if more must be allocated than `budget` allows.
+    /// `budget` gets the size of the host memory that is held, in bytes.
     ///
     /// # Errors
     /// [`crate::PoolError::OutOfHostMemory`].
@@ -122,7 +125,7 @@ impl<D: Driver> HostMemory<D> {
         HostArena::<D>::check_budget(end_bytes, grow_bytes, budget(held.bytes()))
     }
 
-    /// Is host memory held that may be idle? Waits for nothing.
+    /// Is host memory held that may be idle? Does not block.
     pub fn holds_idle_memory(&self) -> bool {
         let saved_bytes = self.holdings.ledger().rows.end_in(Store::Host);
         let held = self.incoming.figures();
@@ -130,19 +133,20 @@ impl<D: Driver> HostMemory<D> {
         held.has_ring || (held.last_chunk_bytes > 0 && last_start_bytes >= saved_bytes)
     }
 
-    /// Gives one chunk of host memory back that holds no contents and no copies for readers. Returns its bytes: none
-    /// when there is no such chunk, or a pause or resume is under way. To be called on a thread of ours that does
-    /// nothing else.
+    /// Gives back one chunk of host memory without contents or copies for readers. Returns its size in bytes: 0 if
+    /// there is no such chunk, or if a pause or resume is under way. Call it on a thread of Sublet's that does nothing
+    /// else.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`]; the chunk stays.
+    /// [`crate::PoolError::Driver`]: the chunk stays.
     ///
     /// # Driver calls
     /// `cuThreadExchangeStreamCaptureMode`, `cuDevicePrimaryCtxGetState`, `cuCtxSetCurrent`, `cuMemHostUnregister`.
     pub fn give_idle_chunk_back(&self, gate: &Gate) -> PoolResult<u64> {
         let devices = self.holdings.devices();
         let mut arena = self.arena();
-        // Looked at behind the lock: a pause takes its host memory under it, and has no other behind the point of no return.
+        // Checked under the lock: a pause allocates its host memory under it, and cannot get more after the point of no
+        // return.
         if gate.is_shut() || self.incoming.is_held() {
             return Ok(0);
         }
@@ -160,20 +164,19 @@ impl<D: Driver> HostMemory<D> {
         [Store::Host, Store::File].map(layout)
     }
 
-    /// Gives disk space back that no saved contents need. The file itself, when it is empty, is for the caller to
-    /// close.
+    /// Gives back disk space that no saved contents need. Returns the file if it is empty, for the caller to close.
     pub(crate) fn give_disk_back(&self, arena: &mut HostArena<D>) -> Option<OwnedFd> {
         let places = self.holdings.ledger().places_in(Store::File);
         arena.disk.keep_only(&places)
     }
 
-    /// Host memory that a pause of `selection` would take now that copies everything, with what is saved there already.
-    /// Waits while host memory grows.
+    /// Returns the host memory that a pause of `selection` would need now if it copies everything, including contents
+    /// that are saved there already. Waits while host memory grows.
     pub fn demand(&self, selection: &Selection) -> HostDemand {
         self.demand_of(selection, &Survey::default())
     }
 
-    /// As [`HostMemory::demand`], of a pause that copies what `survey` says.
+    /// As [`HostMemory::demand`], for a pause that leaves out the pieces that `survey` shows to be zero or unchanged.
     pub(crate) fn demand_of(&self, selection: &Selection, survey: &Survey) -> HostDemand {
         let arena = self.arena();
         let rows = self.holdings.ledger().rows.choose(selection);
@@ -185,7 +188,7 @@ impl<D: Driver> HostMemory<D> {
         let to_memory_bytes = kept.placed.iter().map(Placed::copied_bytes).sum();
         let to_file_bytes = filed.placed.iter().map(Placed::copied_bytes).sum();
         let copying = Copying { to_memory_bytes, to_file_bytes };
-        // Where that takes nothing, nothing less can be requested.
+        // If that needs nothing more, no smaller value is possible.
         let least = |copies, more: u64| match more {
             0 => 0,
             more => growth(&self.layouts(&rows, survey, copies)).min(more),
@@ -203,8 +206,8 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// Has `give_back` give host memory back, which is told where saved contents and copies end. What does not go stays for the next
-    /// pause.
+    /// Gives host memory back with `give_back`, which gets the end of saved contents and copies. Memory that cannot be
+    /// given back stays for the next pause.
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
@@ -217,7 +220,7 @@ impl<D: Driver> HostMemory<D> {
         }
     }
 
-    /// The same, of `arena`.
+    /// As [`HostMemory::give_back_by`], for the locked `arena`.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].

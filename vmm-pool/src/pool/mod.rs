@@ -1,7 +1,7 @@
 //! The pool: device memory of one process, and the calls that applications make of it.
 //!
 //! The ledger's lock is held for bookkeeping only, never across a driver call. A pause or resume
-//! ([`crate::transition`]) excludes these calls through the gate, not through the lock: each is a method of
+//! ([`crate::transition`]) excludes these calls through the gate, not through the lock. Each call is a method of
 //! [`Entered`], which only the gate gives out.
 
 #![expect(unsafe_code, reason = "unmaps, releases and frees through the driver")]
@@ -49,20 +49,20 @@ use crate::ledger::{Class, Ledger, Mapping, NewRow, Origin, Row};
 use crate::report::Copied;
 use crate::waits::Waits;
 
-/// The allocations of one registration with a device outside the driver's view. Dropped, it holds them in place for ever.
+/// The allocations of one registration with a device outside the driver's view. If this is dropped, they stay in place
+/// for ever.
 #[must_use]
 #[derive(Debug)]
 pub struct Registered(Vec<VirtualHandle>);
 
 impl Registered {
-    /// True when it is of no memory of the pool's.
+    /// Has the registration no memory of the pool's?
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Device memory of one process, over one driver. Shared by all threads; no method blocks except on the
-/// driver.
+/// The device memory of one process, on one driver. All threads share it. Its methods block only on the driver.
 #[derive(Debug)]
 pub struct Pool<D: Driver> {
     pub(crate) driver: Arc<D>,
@@ -70,32 +70,32 @@ pub struct Pool<D: Driver> {
     devices: Arc<Devices<D>>,
     host_memory: HostMemory<D>,
     natives: Natives,
-    /// The owner of what callers hold that is no row; none where they hold rows alone.
+    /// The owner of handles and addresses that are no rows; none if callers hold only rows.
     front: OnceLock<Arc<dyn Front<D>>>,
     pub(crate) deferred: Deferred<D>,
     waits: Waits<D>,
     gate: Gate,
     door: Door,
-    /// The right to begin a pause or resume, while somebody has it. A leaf.
+    /// The right to begin a pause or resume, while somebody has it. Its lock is a leaf.
     right: Mutex<Weak<Right>>,
-    /// Lists the contexts that the application has made for itself: their work must end before memory leaves.
+    /// Lists the contexts that the application has created: their work must end before memory leaves.
     pub(crate) own_contexts: fn() -> Vec<RawContext>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) copies: CopyPolicy,
-    /// The lenders that give memory up if there is no room.
+    /// The lenders, which give memory up if there is no room.
     lenders: Lenders,
     /// The progress of the copies of a pause or resume under way.
     pub(crate) copied: Copied,
-    /// Does the process run without some memory, since a pause by tag? It changes only behind a gate that is shut.
+    /// True while the process runs without some memory, since a pause by tag. It changes only while the gate is shut.
     runs_without_some: AtomicBool,
 }
 
-/// The right to begin a pause or resume, which nobody else has while this lives.
+/// The right to begin a pause or resume. Nobody else has it while this lives.
 #[derive(Debug)]
 pub(crate) struct Right;
 
 impl<D: Driver> Pool<D> {
-    /// See `Pool::new`.
+    /// As `Pool::new`, but returns the bare right.
     pub(crate) fn with_right(
         driver: Arc<D>,
         toucher_threads: usize,
@@ -129,7 +129,7 @@ impl<D: Driver> Pool<D> {
         (pool, right)
     }
 
-    /// The right to begin a pause or resume, if nobody has it.
+    /// Returns the right to begin a pause or resume, if nobody has it.
     pub(crate) fn take_right(&self) -> Option<Arc<Right>> {
         let mut held = self.right.lock().unwrap_or_else(PoisonError::into_inner);
         if held.strong_count() > 0 {
@@ -140,52 +140,52 @@ impl<D: Driver> Pool<D> {
         Some(right)
     }
 
-    /// The settings for contents that need not be copied, and for copies in host memory.
+    /// Returns the settings for contents that need not be copied, and for copies in host memory.
     pub fn copies(&self) -> &CopyPolicy {
         &self.copies
     }
 
-    /// The count of device memory.
+    /// Returns the count of device memory.
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// The driver below.
+    /// Returns the driver below.
     pub fn driver(&self) -> &Arc<D> {
         &self.driver
     }
 
-    /// The memory that this process holds.
+    /// Returns the memory that this process holds.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
 
-    /// The devices: their names, and where they are.
+    /// Returns the devices: their names and places.
     pub fn devices(&self) -> &Devices<D> {
         &self.devices
     }
 
-    /// Host memory for saved contents.
+    /// Returns the host memory for saved contents.
     pub fn host_memory(&self) -> &HostMemory<D> {
         &self.host_memory
     }
 
-    /// Waits for devices, on threads of their own.
+    /// Returns the waits for devices, which run on separate threads.
     pub fn waits(&self) -> &Waits<D> {
         &self.waits
     }
 
-    /// Plain allocations that are left to the driver.
+    /// Returns the plain allocations that were left to the driver.
     pub fn natives(&self) -> &Natives {
         &self.natives
     }
 
-    /// The lenders of device memory.
+    /// Returns the lenders of device memory.
     pub fn lenders(&self) -> &Lenders {
         &self.lenders
     }
 
-    /// Driver objects that nobody needs any more, and that the driver would not take back.
+    /// Returns the unneeded driver objects that the driver refused to release.
     pub fn deferred(&self) -> &Deferred<D> {
         &self.deferred
     }
@@ -194,27 +194,28 @@ impl<D: Driver> Pool<D> {
         self.holdings.ledger()
     }
 
-    /// The door of calls that ask the driver about work: shut while the process is frozen.
+    /// Returns the door for calls that ask the driver about work. It is shut while the process is frozen.
     pub fn door(&self) -> &Door {
         &self.door
     }
 
-    /// Returns the gate where calls that touch device memory go in and out.
+    /// Returns the gate that calls on device memory pass in and out.
     pub fn gate(&self) -> &Gate {
         &self.gate
     }
 
-    /// Goes in for calls that touch memory or make new; waits as long as memory is away.
+    /// Enters the gate for a call that touches or allocates memory. Waits while memory is off its device.
     pub fn enter(&self) -> Entered<'_, D> {
         Entered(Inside { pool: self, pass: self.gate.pass(Passage::Use) })
     }
 
-    /// Goes in for calls that give memory up or ask about it; waits only while a pause or resume is under way.
+    /// Enters the gate for a call that gives memory up or asks about it. Waits only while a pause or resume is under
+    /// way.
     pub fn enter_giving_up(&self) -> Inside<'_, D> {
         Inside { pool: self, pass: self.gate.pass(Passage::GiveUp) }
     }
 
-    /// Gives memory back to the driver that the ledger has already forgotten. What the driver keeps is deferred.
+    /// Releases memory to the driver that the ledger has already removed. What the driver refuses is deferred.
     fn dispose(&self, mut row: Row) -> PoolResult<()> {
         let Some(physical) = row.take_physical() else {
             return Ok(());
@@ -223,7 +224,7 @@ impl<D: Driver> Pool<D> {
         self.deferred.release(physical).about(|| row.describe(), size_bytes, device)
     }
 
-    /// As [`Pool::dispose`], if what the caller requested is done already: a refusal is only logged.
+    /// As [`Pool::dispose`], but only logs a refusal, because the caller's request is done already.
     pub(crate) fn dispose_quietly(&self, garbage: impl IntoIterator<Item = Row>) {
         for row in garbage {
             if let Err(error) = self.dispose(row) {
@@ -232,7 +233,7 @@ impl<D: Driver> Pool<D> {
         }
     }
 
-    /// Returns the starts of the mappings inside `range`, and the ranges of those that the driver has.
+    /// Returns the starts of the mappings inside `range`, and the ranges of those that are in the driver's page tables.
     fn mapped_in(&self, range: VaRange) -> (Vec<u64>, Vec<VaRange>) {
         let ledger = self.ledger();
         let starts = ledger.mappings.inside(range).map(|found| found.range().start.0).collect();
@@ -241,8 +242,9 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-/// A call of the application's, past the gate that is open, or shut behind memory that is away: then the ledger answers. No
-/// pause or resume begins before it is dropped. What may be called is a method of it. Of the calling thread alone.
+/// A call of the application's that has passed the gate. The gate is open, or it is shut while memory is off its
+/// device: then the ledger answers. No pause or resume begins before this is dropped. It belongs to the calling thread
+/// alone, and its methods are the calls that are possible there.
 #[derive(Debug)]
 #[must_use = "dropping it leaves the gate"]
 pub struct Inside<'a, D: Driver> {
@@ -250,7 +252,8 @@ pub struct Inside<'a, D: Driver> {
     pass: Pass<'a>,
 }
 
-/// The same past a gate that is open: all memory is there that is not set aside.
+/// A call of the application's that has passed the open gate: all memory is on its device, except memory that is set
+/// aside.
 #[derive(Debug)]
 #[must_use = "dropping it leaves the gate"]
 pub struct Entered<'a, D: Driver>(Inside<'a, D>);
@@ -265,36 +268,35 @@ impl<'a, D: Driver> Deref for Entered<'a, D> {
 }
 
 impl<D: Driver> Inside<'_, D> {
-    /// The end of a registration: a pause takes its memory again, where nothing else keeps it.
+    /// Ends a registration: a pause may release its memory again, unless something else keeps it in place.
     pub fn unregister(&self, registered: &Registered) {
         self.pool.ledger().rows.unregister(&registered.0);
     }
 
-    /// Does the ledger alone answer, because memory was away when this thread went in? It stays so while the thread is
-    /// inside.
+    /// Does the ledger alone answer, because memory was off its device when this thread went in? The answer stays true
+    /// while the thread is inside.
     pub fn is_offloaded(&self) -> bool {
         self.pass.is_offloaded()
     }
 
-    /// Gives back one reference of `handle`.
+    /// Drops one reference of `handle`.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] (also when its references are used up),
-    /// [`PoolError::Driver`]: the reference is gone all the same, and the memory goes at the next pause or
-    /// resume.
+    /// [`PoolError::StaleHandle`] (also if its references are used up); [`PoolError::Driver`]: the reference is dropped
+    /// all the same, and the next pause or resume retries the release.
     ///
     /// # Driver calls
-    /// `cuMemRelease`, when this was the last use of resident memory.
+    /// `cuMemRelease`, if this was the last use of resident memory.
     #[doc(alias = "cuMemRelease")]
     pub fn release(&self, handle: VirtualHandle) -> PoolResult<()> {
         let garbage = self.pool.ledger().drop_reference(handle)?;
         garbage.map_or(Ok(()), |row| self.pool.dispose(row))
     }
 
-    /// One more reference to whatever is mapped at `address`.
+    /// Adds a reference to the memory that is mapped at `address`.
     ///
     /// # Errors
-    /// [`PoolError::NotOurs`] when the pool maps nothing there.
+    /// [`PoolError::NotOurs`] if the pool maps nothing there.
     #[doc(alias = "cuMemRetainAllocationHandle")]
     pub fn retain_at(&self, address: DeviceAddress) -> PoolResult<VirtualHandle> {
         let mut ledger = self.pool.ledger();
@@ -311,21 +313,20 @@ impl<D: Driver> Inside<'_, D> {
         Ok(*self.pool.ledger().rows.find(handle)?.prop())
     }
 
-    /// Unmaps whatever the pool has mapped inside `range`: one mapping, many, or none.
+    /// Unmaps all that the pool has mapped inside `range`: one mapping, or several.
     ///
     /// # Errors
     /// [`PoolError::NotOurs`] when the pool has none there; [`PoolError::Driver`].
     ///
     /// # Driver calls
-    /// `cuMemUnmap` when anything in the range is resident, then `cuMemRelease` for what nobody holds
-    /// any more.
+    /// `cuMemUnmap` if anything in the range is resident, then `cuMemRelease` for memory that nobody holds any more.
     #[doc(alias = "cuMemUnmap")]
     pub fn unmap(&self, range: VaRange) -> PoolResult<()> {
         let (starts, present) = self.pool.mapped_in(range);
         if starts.is_empty() {
             return Err(PoolError::NotOurs);
         }
-        // The driver takes the whole range in one call unless a part of it is away.
+        // One driver call unmaps the whole range, unless a part of it is off its device.
         let is_whole = present.len() == starts.len();
         let parts = if is_whole { vec![range] } else { present };
         for part in parts {
@@ -337,7 +338,7 @@ impl<D: Driver> Inside<'_, D> {
                 None,
             )?;
             if !is_whole {
-                // The driver may refuse the next one, and a pause must not read what is unmapped.
+                // The driver may refuse the next part, and a pause must not read memory that is unmapped.
                 let garbage = self.pool.ledger().forget_mappings(&[part.start.0]);
                 self.pool.dispose_quietly(garbage);
             }
@@ -347,8 +348,8 @@ impl<D: Driver> Inside<'_, D> {
         Ok(())
     }
 
-    /// Refuses to give `range` back to the driver as a reservation while a mapping lives in it whose memory is away, which
-    /// the driver itself cannot see.
+    /// Refuses to free the reservation `range` while it has a mapping whose memory is off its device. The driver itself
+    /// cannot see such a mapping.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
@@ -361,7 +362,7 @@ impl<D: Driver> Inside<'_, D> {
         Err(refused).about(|| format!("addresses at {}", range.start), range.size_bytes, None)
     }
 
-    /// Is `address` in memory made by [`Entered::block_allocate`]?
+    /// Is `address` in memory from [`Entered::block_allocate`]?
     pub fn is_block(&self, address: DeviceAddress) -> bool {
         let ledger = self.pool.ledger();
         ledger.mapped_at(address).is_some_and(|(_, row)| row.block_size_bytes().is_some())
@@ -369,8 +370,8 @@ impl<D: Driver> Inside<'_, D> {
 }
 
 impl<D: Driver> Entered<'_, D> {
-    /// For a call that has to wait for another process: goes out, waits until the gate is open, and is back inside. So
-    /// a pause need not wait for it. Does nothing where the thread is inside more than once.
+    /// Leaves the gate, waits until it is open, and goes in again. It is for a call that waits for another process: a
+    /// pause need not wait for that call. Does nothing if the thread is inside more than once.
     pub fn step_aside(&self) {
         self.pass.step_aside();
     }
@@ -394,12 +395,12 @@ impl<D: Driver> Entered<'_, D> {
         let mut physical = self.make(size_bytes, prop, || "new allocation".to_owned())?;
         let new = NewRow { id, size_bytes, prop: *prop, origin: Origin::Own, class };
         let mut ledger = self.pool.ledger();
-        // Counting may have begun meanwhile, and has then passed over what the ledger did not have.
+        // Counting may have begun meanwhile. It has then skipped this memory, which was not in the ledger yet.
         physical.charge_with(|bytes, device| self.pool.budget.charge_anyway(device, bytes));
         Ok(ledger.rows.insert(new, physical))
     }
 
-    /// Makes memory that is in no row yet.
+    /// Creates memory that has no row yet.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`], [`PoolError::Driver`].
@@ -443,7 +444,7 @@ impl<D: Driver> Entered<'_, D> {
         Ok(())
     }
 
-    /// Sets who may reach the pool's mappings in `range`.
+    /// Sets the access rights of the pool's mappings in `range`.
     ///
     /// # Errors
     /// [`PoolError::NotOurs`] when the pool has none there; [`PoolError::Driver`].
@@ -456,7 +457,7 @@ impl<D: Driver> Entered<'_, D> {
         if touched.is_empty() {
             return Err(PoolError::NotOurs);
         }
-        // What is set aside gets its rights when it comes back.
+        // Memory that is set aside gets its rights when a resume maps it.
         let mut present: Vec<_> = touched.iter().filter_map(|(_, part)| *part).collect();
         if present.len() == touched.len() {
             present = vec![range];
@@ -468,27 +469,26 @@ impl<D: Driver> Entered<'_, D> {
                 None,
             )?;
         }
-        // A mapping of which a part has got them has them as a whole when it is mapped again: the driver keeps rights by its own
-        // pages, we by mapping.
+        // If a part of a mapping got the rights, a resume sets them on the whole mapping. The driver records rights for
+        // each of its pages, the ledger for each mapping.
         let starts: Vec<_> = touched.iter().map(|(start, _)| *start).collect();
         self.pool.ledger().mappings.add_access(&starts, access);
         Ok(())
     }
 
-    /// Marks every allocation mapped in `range` as one that a pause must leave in place, because a
-    /// device outside the driver's view may hold its pages. Returns how many bytes that concerns.
+    /// Pins every allocation that is mapped in `range`: a pause must leave it in place, because a device outside the
+    /// driver's view may hold its pages. Returns the number of bytes that were not pinned before.
     pub fn pin(&self, range: VaRange, reason: &'static str) -> u64 {
         self.pool.ledger().pin(range, reason)
     }
 
-    /// As [`Entered::pin`], for as long as a registration with such a device lasts: until it is given to
-    /// [`Inside::unregister`].
+    /// As [`Entered::pin`], for as long as a registration with such a device lasts. [`Inside::unregister`] ends it.
     pub fn register(&self, range: VaRange, reason: &'static str) -> Registered {
         Registered(self.pool.ledger().register(range, reason))
     }
 }
 
-/// An identity for a new allocation of so many bytes on `device`.
+/// Makes an identity for a new allocation of `size_bytes` on `device`.
 fn new_id(size_bytes: u64, device: Option<DeviceOrdinal>) -> PoolResult<AllocationId> {
     let no_id = DriverError { op: DriverOp::Create, code: DriverCode::UNKNOWN };
     let about = || "no randomness for an allocation's identity".to_owned();

@@ -1,7 +1,8 @@
-//! The plain memory of a context, while that is being ended; and plain memory that was left to the driver.
+//! The plain memory of a context that is being destroyed, and plain memory that was left to the driver.
 //!
-//! The driver gives the value of an ended context to the next one immediately, so "the memory of the context of this value" may be that of two. A caller that
-//! ends a context takes its memory out first: nobody else finds it by the value from then on.
+//! The driver immediately gives the value of a destroyed context to the next context. So two contexts may have had the
+//! same value. A caller that destroys a context detaches its memory first. Then nobody else finds the memory by that
+//! value.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -23,13 +24,14 @@ pub struct Native {
     pub device: DeviceOrdinal,
     /// The context in which it was allocated, if that is known.
     pub context: Option<RawContext>,
-    /// Why it was left to the driver.
+    /// The reason why it was left to the driver.
     pub reason: &'static str,
-    /// The room that was taken of a budget for it.
+    /// The charge against a budget for it.
     pub counted: Counted,
 }
 
-/// Plain allocations that the pool only counts, by address. Its lock is a leaf, but for the account's that a budget has.
+/// Plain allocations that the pool only counts, by address. Its lock is a leaf, except for the lock of a budget's
+/// account.
 #[derive(Debug)]
 pub struct Natives {
     budget: Arc<Budget>,
@@ -45,7 +47,8 @@ impl Natives {
     pub fn allocated(&self, address: DeviceAddress, mut native: Native) {
         let (size_bytes, device) = (native.size_bytes, native.device);
         let mut all = lock(&self.all);
-        // What was taken before the call is elsewhere, or less: the memory is there, so it counts as it is.
+        // The charge from before the call may be for another device or a smaller size. The memory exists, so its real
+        // size is charged.
         if let Counted::Yes(charge) = &mut native.counted
             && !charge.as_ref().is_some_and(|it| it.is(size_bytes))
         {
@@ -54,17 +57,17 @@ impl Natives {
         all.insert(address.0, native);
     }
 
-    /// Forgets the one at `address`.
+    /// Forgets the allocation at `address`.
     pub fn freed(&self, address: DeviceAddress) {
         lock(&self.all).remove(&address.0);
     }
 
-    /// The devices that they are on.
+    /// Returns the devices that the allocations are on.
     pub(super) fn devices(&self) -> BTreeSet<DeviceOrdinal> {
         lock(&self.all).values().map(|native| native.device).collect()
     }
 
-    /// Adds those to `reasons` that are on devices with at least so many bytes of them.
+    /// Adds allocations to `reasons`, of devices with at least `least_bytes` of them.
     pub(super) fn add_to(&self, reasons: &mut Reasons, least_bytes: u64) {
         let all = lock(&self.all);
         let mut bytes: BTreeMap<DeviceOrdinal, u64> = BTreeMap::new();
@@ -77,7 +80,7 @@ impl Natives {
         }
     }
 
-    /// Has all that does not count yet count against a budget.
+    /// Makes all allocations count against a budget that do not count yet.
     pub(super) fn charge_all(&self, make: impl Fn(u64, Option<DeviceOrdinal>) -> Option<Charge>) {
         for native in lock(&self.all).values_mut() {
             if let Counted::Yes(charge @ None) = &mut native.counted {
@@ -96,21 +99,22 @@ pub struct PlainMemory {
 }
 
 impl PlainMemory {
-    /// The ranges of the blocks.
+    /// Returns the ranges of the blocks.
     pub fn blocks(&self) -> impl Iterator<Item = VaRange> {
         self.blocks.iter().map(|block| block.range)
     }
 
-    /// The number of allocations that were left to the driver.
+    /// Returns the number of allocations that were left to the driver.
     pub fn natives(&self) -> usize {
         self.natives.len()
     }
 }
 
 impl<D: Driver> Pool<D> {
-    /// Takes the plain memory of `context`, which is about to be ended, from it: [`crate::Inside::plain_memory_ends`] or
-    /// [`Pool::plain_memory_stays`] comes next. Nobody finds it by the context's value from now on, which may be another context's immediately.
-    /// No streams of ours are left in it either. No step of a pause or resume may be under way.
+    /// Detaches the plain memory of `context`, which is about to be destroyed. [`crate::Inside::plain_memory_ends`] or
+    /// [`Pool::plain_memory_stays`] must follow. From now on nobody finds the memory by the context's value, which
+    /// another context may get immediately. Also ends Sublet's streams in the context. No step of a pause or resume may
+    /// be under way.
     ///
     /// # Driver calls
     /// `cuStreamDestroy`, for streams of all contexts.
@@ -127,7 +131,7 @@ impl<D: Driver> Pool<D> {
         PlainMemory { blocks, natives }
     }
 
-    /// `context` lives on after all: what was taken from it, and is still there, is its own again.
+    /// Attaches memory to `context` again, which was not destroyed after all. Skips memory that is gone.
     pub fn plain_memory_stays(&self, context: RawContext, taken: PlainMemory) {
         let mut ledger = self.ledger();
         for block in taken.blocks {
@@ -146,13 +150,14 @@ impl<D: Driver> Pool<D> {
 }
 
 impl<D: Driver> Inside<'_, D> {
-    /// Ends what was taken from a context, opened blocks too, however often: the context is gone, and its work with it. What
-    /// the driver will not unmap stays, and is counted; what was left to the driver has ended with the context.
+    /// Frees memory that was detached from a context, also opened blocks, however often they are open: the context and
+    /// its work have ended. A block that the driver refuses to unmap stays, and is counted. Memory that was left to the
+    /// driver has ended with the context.
     #[doc(alias = "cuCtxDestroy")]
     pub fn plain_memory_ends(&self, taken: PlainMemory) {
         let PlainMemory { mut blocks, natives } = taken;
         for address in natives {
-            // The driver may have given the address to another thread by now, in a context of its own.
+            // The driver may have given the address to another thread by now, in another context.
             let mut all = lock(&self.pool.natives.all);
             if all.get(&address.0).is_some_and(|native| native.context.is_none()) {
                 all.remove(&address.0);

@@ -1,4 +1,4 @@
-//! Device memory that gives way: its holders can do with less, and give some up if other memory of the process finds no room.
+//! Device memory whose holders can do with less. They give some up if other memory of the process finds no room.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -8,32 +8,33 @@ use super::Pool;
 use crate::budget::Figure;
 use crate::driver::{DeviceOrdinal, Driver};
 
-/// The time that each lender may take to give.
+/// The longest time that a lender may need to give memory up.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// A holder of device memory that it can do without. Any thread may ask.
+/// A holder of device memory that it can do without. Any thread may call it.
 pub trait Lender: Debug + Send + Sync {
-    /// Returns the bytes on the device that it can do without. They leave when work that is queued has ended. Bytes
-    /// that it is to give already do not count.
+    /// Returns the bytes on the device that it can do without. They can leave when queued work has ended. Bytes that it
+    /// must give up already do not count.
     fn spare_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// Returns the bytes that were requested of it there and that it has not given yet.
+    /// Returns the bytes on the device that were requested and that it has not given up yet.
     fn owed_bytes(&self, device: DeviceOrdinal) -> u64;
 
-    /// Asks for so much of that. It is given when uses are over, and taken again by nobody meanwhile.
+    /// Requests `bytes` of the spare memory. It is given up when its uses are over, and the lender does not use it
+    /// again meanwhile.
     fn ask(&self, bytes: u64);
 
-    /// Waits until all that it is to give has gone back to the driver, for so much of the time that the process is not paused. Did it?
-    /// Nobody asks for the rest any more then.
+    /// Waits until all requested memory is released to the driver, for at most `limit`; time in a pause does not count.
+    /// Returns whether that is so. After the limit the rest of the request is void.
     fn wait(&self, limit: Duration) -> bool;
 }
 
-/// All of a process. A leaf; those who have ended are forgotten.
+/// All lenders of a process. Its lock is a leaf. Lenders that have ended are forgotten.
 #[derive(Debug, Default)]
 pub struct Lenders(Mutex<Vec<Weak<dyn Lender>>>);
 
 impl Lenders {
-    /// One more, for as long as it lives.
+    /// Adds a lender, for as long as it lives.
     pub fn add(&self, lender: Weak<dyn Lender>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|known| known.strong_count() > 0);
@@ -45,7 +46,7 @@ impl Lenders {
         all.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Those with memory to spare on the device, who has most first, with how much it is.
+    /// Returns the lenders with spare memory on the device, and its size, the largest first.
     pub fn on(&self, device: DeviceOrdinal) -> Vec<(u64, Arc<dyn Lender>)> {
         let all = self.all().into_iter();
         let mut found: Vec<_> = all.map(|lender| (lender.spare_bytes(device), lender)).collect();
@@ -56,12 +57,13 @@ impl Lenders {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Has lenders give up so much of the device, and waits until they have. Did any? Then what found no room may be tried again. Nothing
-    /// is given up if that, with what is free, would not be enough. A context of the device is current, and the
-    /// caller is not inside of the gate. *Blocks* for as long as that memory is in use, some 10 s at most.
+    /// Makes lenders give up `bytes` of the device, and waits until they have. Returns whether any did: then the caller
+    /// may retry its allocation. Nothing is given up if that would not be enough, together with free memory. A context
+    /// of the device must be current, and the caller must not be inside the gate. *Blocks* while that memory is in use,
+    /// for some 10 s at most.
     ///
     /// # Driver calls
-    /// `cuMemGetInfo`, if anybody has memory to spare there.
+    /// `cuMemGetInfo`, if a lender has spare memory there.
     pub fn make_room(&self, device: DeviceOrdinal, bytes: u64) -> bool {
         let lenders = self.lenders.on(device);
         let spare_bytes: u64 = lenders.iter().map(|(spare, _)| spare).sum();
@@ -76,7 +78,7 @@ impl<D: Driver> Pool<D> {
         given > 0
     }
 
-    /// Asks lenders for what is held of each device beyond a budget, and waits for nothing.
+    /// Requests from lenders the memory that exceeds the budget of each device. Does not block.
     pub fn yield_to_budgets(&self) {
         let lenders = self.lenders.all();
         if lenders.is_empty() {
@@ -94,7 +96,7 @@ impl<D: Driver> Pool<D> {
     }
 }
 
-/// Asks one after the other for so many bytes in all. Returns those that were asked.
+/// Requests `bytes` in total from the lenders, one after the other. Returns the lenders that got a request.
 fn ask(lenders: Vec<(u64, Arc<dyn Lender>)>, bytes: u64) -> Vec<Arc<dyn Lender>> {
     let mut left = bytes;
     let mut asked = Vec::new();

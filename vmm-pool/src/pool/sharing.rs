@@ -1,4 +1,4 @@
-//! Memory that crosses processes: exports of ours, imports of others'.
+//! Memory that processes share: exports of own memory, and imports of others' memory.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -11,23 +11,24 @@ use crate::ids::{AllocationId, PeerId, VirtualHandle};
 use crate::ledger::{Class, Export, Lease, NewRow, Origin, Sharing, TicketWatch};
 use sublet_driver::descriptors::UninheritedFd;
 
-/// The facts that an importer knows of memory that another process owns.
+/// The facts that an importer knows about memory of another process.
 #[derive(Clone, Copy, Debug)]
 pub struct ImportSource {
     /// The identity on the ticket.
     pub id: AllocationId,
     /// The size on the ticket.
     pub size_bytes: u64,
-    /// Its owner.
+    /// The owner of the memory.
     pub owner: PeerId,
 }
 
-/// A descriptor of the driver's for memory of another process.
+/// The driver's descriptor for memory of another process.
 #[derive(Debug)]
 pub struct Borrowed {
-    /// The driver's.
+    /// The driver's descriptor.
     pub fd: OwnedFd,
-    /// For a process of another tenant: the descriptor that it is to find closed when the memory is given back.
+    /// For memory of another tenant: a descriptor that stays open until the memory is released. The owner's process
+    /// checks that.
     pub lease: Option<OwnedFd>,
 }
 
@@ -38,15 +39,15 @@ impl From<OwnedFd> for Borrowed {
 }
 
 impl<D: Driver> Entered<'_, D> {
-    /// Makes `handle` importable by others, and counts one ticket. Memory stays alive until somebody
-    /// has redeemed the ticket; one that is watched holds it until it is closed, as a descriptor of the driver's would
-    /// ([`Entered::watch_ticket`]).
+    /// Makes `handle` importable by other processes, and counts one ticket. The ticket keeps the memory alive until
+    /// somebody has redeemed it. A watched ticket ([`Entered::watch_ticket`]) holds the memory until it is closed, as a
+    /// descriptor of the driver's would.
     ///
     /// # Errors
     /// [`PoolError::StaleHandle`]; [`PoolError::Driver`] as for a plain export.
     ///
     /// # Driver calls
-    /// `cuMemExportToShareableHandle`, once an allocation.
+    /// `cuMemExportToShareableHandle`, once for each allocation.
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export(&self, handle: VirtualHandle) -> PoolResult<Export> {
         let (export, raw) = self.pool.ledger().begin_export(handle)?;
@@ -55,7 +56,7 @@ impl<D: Driver> Entered<'_, D> {
             return Ok(export);
         };
         let outcome = match self.pool.driver.export_fd(raw) {
-            // The ticket, which nobody has yet, keeps the row; another thread may have exported it too.
+            // The ticket, which nobody has yet, keeps the row. Another thread may have exported the row too.
             Ok(fd) => {
                 let unwanted = self.pool.ledger().rows.keep_export(id, fd);
                 drop(unwanted);
@@ -71,20 +72,20 @@ impl<D: Driver> Entered<'_, D> {
         Ok(export)
     }
 
-    /// The ticket of `export` lasts until it is closed, which `watch` tells. Where there are too many watched already it
-    /// lasts until it is redeemed.
+    /// Watches the ticket of `export` with `watch`: it lasts until it is closed. If too many tickets are watched
+    /// already, it lasts until it is redeemed.
     pub fn watch_ticket(&self, export: &Export, watch: TicketWatch) {
         drop(self.pool.ledger().watch_ticket(export.id, export.serial, watch));
     }
 
-    /// Nobody was given the ticket of `export`.
+    /// Removes the ticket of `export`, which nobody was given.
     pub fn take_ticket_back(&self, export: &Export) {
         let garbage = self.pool.ledger().export_failed(export.id, export.serial);
         self.pool.dispose_quietly(garbage);
     }
 
-    /// One more reference to `id`, when this process holds it already, as owner or importer. Of its own the ticket
-    /// `serial` is redeemed by that. What a pause has lost for good is held no more.
+    /// Adds a reference to `id`, if this process holds it already, as owner or importer. For own memory this redeems
+    /// the ticket `serial`. Memory that a pause has lost for good does not count as held.
     pub fn import_held(&self, id: AllocationId, serial: u64) -> Option<VirtualHandle> {
         let held = self.pool.ledger().rows.hold_again(id, serial);
         let (handle, spare) = held?;
@@ -92,8 +93,8 @@ impl<D: Driver> Entered<'_, D> {
         Some(handle)
     }
 
-    /// Imports what another process owns. If that is of another tenant, its lease is closed once the driver has taken the
-    /// memory back.
+    /// Imports memory of another process. If that process is of another tenant, the lease is closed once the driver has
+    /// released the memory.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
@@ -128,7 +129,7 @@ impl<D: Driver> Entered<'_, D> {
         Ok(self.pool.ledger().rows.insert(new, physical))
     }
 
-    /// The driver's handle for `fd`, and what its memory was created with.
+    /// Returns the driver's handle for `fd`, and the properties that its memory was created with.
     fn import_physical(
         &self,
         fd: BorrowedFd<'_>,
@@ -139,7 +140,7 @@ impl<D: Driver> Entered<'_, D> {
         match self.pool.driver.properties(raw) {
             Ok(prop) => Ok((Physical::new(raw, size_bytes, prop.location.as_device()), prop)),
             Err(error) => {
-                // Nobody else has seen the handle; what the driver keeps is deferred.
+                // Nobody else has seen the handle. If the driver refuses to release it, that is deferred.
                 if let Err(kept) = self.pool.deferred.release(Physical::new(raw, size_bytes, None))
                 {
                     tracing::error!(error = %kept, "an import stays until the next pause");
@@ -151,7 +152,7 @@ impl<D: Driver> Entered<'_, D> {
 }
 
 impl<D: Driver> Inside<'_, D> {
-    /// Gives memory back that nothing held but tickets, all closed by now.
+    /// Releases memory that only tickets held, all of which are closed by now.
     ///
     /// # Driver calls
     /// `cuMemRelease`, for each such allocation.
@@ -163,15 +164,15 @@ impl<D: Driver> Inside<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// A descriptor of the driver's for `id`, on behalf of `importer`, which holds it from now on. `serial` is that
-    /// of its ticket; 0 where there is none, or it holds nothing.
+    /// Returns the driver's descriptor for `id`, for `importer`, which holds the memory from now on. `serial` is the
+    /// number of its ticket; 0 if there is none, or if it holds nothing.
     ///
-    /// Once every ticket has been redeemed by somebody, the descriptor kept since [`Entered::export`] is
-    /// let go, and with it memory that nothing else holds.
+    /// Once every ticket has been redeemed, the descriptor kept since [`Entered::export`] is closed. That also releases
+    /// memory that nothing else holds.
     ///
     /// # Errors
-    /// [`PoolError::Frozen`] in a pause; [`PoolError::StaleHandle`] when the allocation is gone,
-    /// [`PoolError::Offloaded`] when its tag is paused; [`PoolError::Driver`]. In each case the ticket is good still.
+    /// [`PoolError::Frozen`] in a pause; [`PoolError::StaleHandle`] if the allocation is gone, [`PoolError::Offloaded`]
+    /// if its tag is paused; [`PoolError::Driver`]. In each case the ticket stays valid.
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.
@@ -179,8 +180,8 @@ impl<D: Driver> Pool<D> {
         self.give(id, serial, |sharing| sharing.add_importer(importer))
     }
 
-    /// As [`Pool::redeem`], on behalf of a process of another tenant, which holds it as long as its lease is open. It is
-    /// none of the importers that a pause waits to see again: it asks again.
+    /// As [`Pool::redeem`], for a process of another tenant, which holds the memory as long as its lease is open. A
+    /// pause does not wait for it as for an importer: it requests the memory again.
     ///
     /// # Errors
     /// As [`Pool::redeem`].
@@ -200,21 +201,21 @@ impl<D: Driver> Pool<D> {
         let at_hand = self.ledger().find_for_importer(id)?.sharing().copy_of_export();
         let export = || {
             self.export_once(id).or_else(|error| {
-                // Its process may have freed it just then, or a pause begun: that is why, then.
+                // Its process may have freed it just then, or a pause may have begun. That is the error to return then.
                 self.ledger().find_for_importer(id)?;
                 Err(error)
             })
         };
         let fd = at_hand.map_or_else(export, Ok)?;
-        // Once more: a pause may have begun meanwhile, which does not know of this importer. The descriptor itself
-        // keeps the memory for the importer from now on.
+        // Checked again, because a pause may have begun meanwhile that does not know of this importer. From now on the
+        // descriptor itself keeps the memory for the importer.
         let (spare, garbage) = self.ledger().redeemed(id, serial, note)?;
         drop(spare);
         self.dispose_quietly(garbage);
         Ok(fd)
     }
 
-    /// A descriptor of the driver's for one importer, kept by nobody.
+    /// Makes a descriptor of the driver's for one importer. The pool keeps no copy.
     fn export_once(&self, id: AllocationId) -> PoolResult<OwnedFd> {
         let (raw, size_bytes) = {
             let ledger = self.ledger();
@@ -230,13 +231,13 @@ impl<D: Driver> Pool<D> {
         fd.about(|| format!("export of allocation {id:?}"), size_bytes, None)
     }
 
-    /// A descriptor for `importer`, which has redeemed its ticket before and gave the memory up for a pause.
-    /// Open tickets are not touched; a descriptor made by [`crate::Arriving::restore_rest`] is used where there is one, and kept
-    /// for other importers.
+    /// Returns a descriptor for `importer`, which has redeemed its ticket earlier and gave the memory up for a pause.
+    /// Open tickets do not change. Uses a descriptor made by [`crate::Arriving::restore_rest`] if there is one, and
+    /// keeps it for other importers.
     ///
     /// # Errors
-    /// [`PoolError::StaleHandle`] when the allocation is gone, [`PoolError::Frozen`] or [`PoolError::Offloaded`] when
-    /// it is not resident; [`PoolError::Driver`].
+    /// [`PoolError::StaleHandle`] if the allocation is gone, [`PoolError::Frozen`] or [`PoolError::Offloaded`] if it is
+    /// not resident; [`PoolError::Driver`].
     ///
     /// # Driver calls
     /// `cuMemExportToShareableHandle` when no descriptor is at hand.

@@ -1,4 +1,4 @@
-//! Reading what a pause has saved, while its memory is away; and moving it to the file.
+//! Reads contents that a pause has saved, while their memory is off its device. Moves such contents to the file.
 
 mod spill;
 
@@ -15,7 +15,7 @@ use crate::ledger::Row;
 use crate::pool::{HostMemory, Pool};
 use crate::store::{Located, Part, Saved, SavedPart, Store};
 
-/// Why saved contents cannot be read.
+/// The reason why saved contents cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SavedError {
@@ -46,44 +46,44 @@ struct Piece {
 }
 
 impl PartialEq for Piece {
-    /// Are they the same contents, which nothing was written over since?
+    /// Are these the same contents, which nobody has overwritten since?
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.saved.extents, &other.saved.extents) && self.part == other.part
     }
 }
 
-/// Contents that pauses have saved, to be read.
+/// Reads contents that pauses have saved.
 #[derive(Debug)]
 pub struct SavedContents<'a, D: Driver> {
     pool: &'a Pool<D>,
-    /// Also the copy for readers of memory that is back on its device.
+    /// True if the copy for readers is read too, of memory that is back on its device.
     or_retained: bool,
 }
 
 impl<D: Driver> Pool<D> {
-    /// The saved contents of memory that is away.
+    /// Returns a reader of the saved contents of memory that is off its device.
     pub fn saved(&self) -> SavedContents<'_, D> {
         SavedContents { pool: self, or_retained: false }
     }
 
-    /// The same, and the copy of the last pause while memory is back on its device, when
-    /// copies are kept ([`crate::CopyPolicy::retain`]): until the next pause or resume of it begins.
+    /// Returns a reader that also reads the copy of the last pause, while memory is back on its device. Such a copy
+    /// exists if copies are kept ([`crate::CopyPolicy::retain`]), until the next pause or resume of the memory begins.
     pub fn saved_or_retained(&self) -> SavedContents<'_, D> {
         SavedContents { pool: self, or_retained: true }
     }
 }
 
 impl<D: Driver> SavedContents<'_, D> {
-    /// The place of the contents of `range` in host memory. Good until a resume of
-    /// it begins; parts that were unused when it was paused hold nothing meant. Nothing is given out while a
-    /// pause or resume is under way. The next pause copies it all again, whatever it finds.
+    /// Returns the place in host memory of the contents of `range`. The place is valid until a resume of this memory
+    /// begins. Parts that were unused during the pause have undefined contents. The call fails while a pause or resume
+    /// is under way. The next pause copies all of `range` again, whether or not it has changed.
     ///
     /// # Errors
     /// [`SavedError`].
     pub fn at(&self, range: VaRange) -> Result<NonNull<u8>, SavedError> {
         let arena = self.pool.host_memory().arena();
         if self.pool.gate().is_shut() {
-            // It is on its way, and what is given out now would be of no use.
+            // The memory is being moved, so a place returned now would be invalid soon.
             return Err(SavedError::Resident(range.start));
         }
         let pieces = self.pieces(range)?;
@@ -102,16 +102,15 @@ impl<D: Driver> SavedContents<'_, D> {
         let found = place.flatten().map(|place| arena.pieces_of(&place)).unwrap_or_default();
         let [found] = &found[..] else { return Err(SavedError::InPieces(range.start)) };
         let found = found.start();
-        // A caller that has the place can write there, and the next pause would take it for unchanged.
+        // The caller can write to the place. The next pause must not treat these contents as unchanged.
         self.pool.ledger().lend_copies(range);
         Ok(found)
     }
 
-    /// Copies the contents of the range from `start` on to `target`; also those that
-    /// are in a file.
+    /// Copies the contents from address `start` on to `target`, also contents that are in a file.
     ///
     /// # Errors
-    /// [`SavedError`], but for [`SavedError::InPieces`]; `target` holds nothing meant then.
+    /// [`SavedError`], but not [`SavedError::InPieces`]. The contents of `target` are then undefined.
     pub fn read(&self, start: DeviceAddress, target: &mut [u8]) -> Result<(), SavedError> {
         let range = VaRange::new(start, target.len() as u64);
         let refused = |error| {
@@ -134,15 +133,15 @@ impl<D: Driver> SavedContents<'_, D> {
                 (pieces, located.map_err(refused)?.concat())
             };
             let read = Located::read(&located, target);
-            // A pause may have put other contents there meanwhile.
+            // A pause may have put other contents in these places meanwhile.
             if self.pieces(range)? == pieces {
                 return read.map_err(refused);
             }
         }
     }
 
-    /// Finds the pieces where the contents of `range` lie. The range may go over several allocations that are mapped
-    /// side by side, as blocks of expandable segments do.
+    /// Finds the pieces with the contents of `range`. The range may span several allocations that are mapped side by
+    /// side, as blocks of expandable segments are.
     fn pieces(&self, range: VaRange) -> Result<Vec<Piece>, SavedError> {
         let ledger = self.pool.ledger();
         let mut pieces = Vec::new();
@@ -167,8 +166,8 @@ impl<D: Driver> SavedContents<'_, D> {
 }
 
 impl<D: Driver> HostMemory<D> {
-    /// Finds where a part of an allocation's saved contents lies. None when the allocation is gone, or has none. To be called while no
-    /// step of a pause or resume is under way.
+    /// Finds the place of a part of an allocation's saved contents. None if the allocation is gone, or has no saved
+    /// contents. Call it while no step of a pause or resume is under way.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`] if there is no file.

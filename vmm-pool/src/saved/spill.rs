@@ -1,5 +1,5 @@
-//! Saved contents from host memory into the pool's file, to make room for others: what a process that rests can do for one that is
-//! about to.
+//! Moves saved contents from host memory to the pool's file, to make room for others. A paused process can do so for a
+//! process that is about to pause.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use crate::ids::AllocationId;
 use crate::pool::HostMemory;
 use crate::store::{Extent, FILE_ALIGNMENT_BYTES, HostArena, Saved, Store};
 
-/// The bytes that one step has moved, and the bytes that are left.
+/// The bytes that one call of [`HostMemory::spill`] has moved, and the bytes that are left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spilled {
     /// Contents that went to the file, in bytes.
@@ -21,23 +21,27 @@ pub struct Spilled {
 }
 
 impl<D: Driver> HostMemory<D> {
-    /// Counts the bytes of saved contents in host memory that [`HostMemory::spill`] may move. They are those for which
-    /// host memory would be given back. Does not block for long.
+    /// Counts the bytes of saved contents in host memory that [`HostMemory::spill`] may move. Moving them would free
+    /// host memory. Does not block for long.
     pub fn movable_bytes(&self) -> u64 {
         let arena = self.arena();
         self.holdings.ledger().rows.movable(0, |at| arena.chunk_end(at)).1
     }
 
-    /// Moves saved contents of memory that is away from host memory to the file, about `most_bytes` of them, and gives the
-    /// chunks back that hold none any more. The file is that of [`HostMemory::set_file_dir`]. A resume finds them there. What
-    /// somebody may be reading in place ([`crate::SavedContents::at`]) stays. To be called while no step of a pause or resume is under
-    /// way, by the thread that takes those steps. Blocks for as long as the disk takes, and at `until` for no longer than it takes for 64 MiB: what has been
-    /// written as a whole by then has moved. Ends in the same way, without an error, once it `is_called_off`, which is asked before each 64 MiB.
+    /// Moves saved contents from host memory to the file, about `most_bytes` of them. Their memory is off its device.
+    /// Then gives back the chunks that hold no more contents. The file is that of [`HostMemory::set_file_dir`]. A
+    /// resume finds the contents there. Contents that somebody may be reading in place ([`crate::SavedContents::at`])
+    /// stay.
+    ///
+    /// Call it while no step of a pause or resume is under way, on the thread that takes those steps. Blocks for the
+    /// disk, and after `until` for no longer than the disk needs for 64 MiB. Allocations that are wholly written by
+    /// then have moved. Ends in the same way, without an error, once `is_called_off` returns true, which is called
+    /// before each 64 MiB.
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfDisk`] and [`crate::PoolError::FileRefused`], also for an allocation that was not written by `until`: nothing has moved, and all
-    /// contents are where they were;
-    /// [`crate::PoolError::Driver`]: they have moved, and the host memory stays until the next pause.
+    /// [`crate::PoolError::OutOfDisk`] and [`crate::PoolError::FileRefused`], also if the first allocation was not
+    /// written by `until`: nothing has moved, and all contents are where they were; [`crate::PoolError::Driver`]: they
+    /// have moved, and the host memory stays until the next pause.
     ///
     /// # Driver calls
     /// `cuMemHostUnregister`.
@@ -62,13 +66,13 @@ impl<D: Driver> HostMemory<D> {
             let Some(file) = file else { return Ok(0) };
             let parts = |to: &Saved| to.extents.iter().map(|e| (e.part(), e.at)).collect();
             let all = moves.iter().map(|(id, to)| (*id, parts(to))).collect();
-            // Until then the contents are those in host memory.
+            // Until the rows are changed below, the contents in host memory count.
             file.write_out(all, &|id, part| self.part_of(id, part), until, is_called_off)
         });
         let mut arena = self.arena();
         let whole = *written.as_ref().unwrap_or(&0);
         let moved = moves.into_iter().take(whole).map(|(id, to)| {
-            // But for what was freed meanwhile, or somebody was given the place of.
+            // Except allocations that were freed meanwhile, or whose place somebody was given.
             let bytes = to.bytes();
             if self.holdings.ledger().rows.spilled(id, to) { bytes } else { 0 }
         });
@@ -82,7 +86,7 @@ impl<D: Driver> HostMemory<D> {
     }
 }
 
-/// Gives each of `chosen` its place in the file: behind `end_bytes`, each part of it at a whole page.
+/// Assigns each of `chosen` a place in the file, behind `end_bytes`. Each part begins at a whole page.
 fn in_file(chosen: Vec<(AllocationId, Saved)>, mut end_bytes: u64) -> Vec<(AllocationId, Saved)> {
     let mut place = |extent: &Extent| {
         let at = end_bytes.next_multiple_of(FILE_ALIGNMENT_BYTES);

@@ -1,4 +1,4 @@
-//! A driver that does nothing, so that what is measured is the pool's own work.
+//! A driver that does nothing, so that tests measure only the pool's own work.
 
 #![expect(unsafe_code, reason = "stands in for a driver, and touches no memory")]
 
@@ -12,7 +12,7 @@ use crate::driver::{
     PieceSlot, PinnedFor, RawContext, RawEvent, RawHandle, RawStream, VaRange,
 };
 
-/// See the head of this module.
+/// A driver without any effect: see the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct IdleDriver {
     handles: AtomicU64,

@@ -1,9 +1,9 @@
 //! Host memory for saved contents, and the copies into and out of it.
 //!
-//! The arena is a list of chunks, of 2 to 256 MiB: a process that saves little holds little. A chunk is mapped with huge pages, touched by several threads at
-//! once (one thread brings in 1.6 to 3 GiB/s, sixteen 57 GiB/s), then pinned in one call. New chunks are
-//! made while copies into earlier ones are under way, so that a first pause runs at the speed of the
-//! slowest of the three. Chunks stay for the next pause.
+//! The arena is a list of chunks of 2 to 256 MiB: a process that saves little holds little. A chunk is mapped with huge
+//! pages and touched by several threads (one thread populates 1.6 to 3 GiB/s, sixteen 57 GiB/s). Then one call pins it.
+//! New chunks are made while copies into earlier chunks run. So a first pause runs at the speed of the slowest of the
+//! three. Chunks stay for the next pause.
 //!
 //! ```text
 //!   linear offset:  0 ......... first chunk ......... second chunk ............
@@ -30,18 +30,18 @@ use crate::driver::{DeviceOrdinal, Driver, DriverCode, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use crate::journal::StepLog;
 
-/// The longest time that a step waits for a chunk that a thread brings in. The system clears a chunk in less than a second, or has to
-/// swap for it.
+/// The longest time that a step waits for a chunk that a thread populates. The system clears a chunk in less than a
+/// second, unless it has to swap for it.
 const BROUGHT_WITHIN: Duration = Duration::from_mins(1);
 
 /// The contexts that a chunk is pinned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pins {
-    /// None: the driver would not pin it again. It holds contents as well as any, and is slower.
+    /// No context: the driver refused to pin the chunk again. The chunk can still hold contents, but copies are slower.
     Nobody,
-    /// That of one device.
+    /// The context of one device.
     Only(DeviceOrdinal),
-    /// All of the process.
+    /// All contexts of the process.
     All,
 }
 
@@ -52,7 +52,7 @@ impl Pins {
     }
 }
 
-/// A chunk that is held. The arena has it, and everybody who has a piece of it.
+/// A chunk that is held. It belongs to the arena, and to everybody who has a piece of it.
 #[derive(Debug)]
 pub(crate) struct HeldChunk {
     pub(super) chunk: Arc<Chunk>,
@@ -64,14 +64,14 @@ impl HeldChunk {
         Self { chunk: Arc::new(chunk), pins: Pins::Nobody }
     }
 
-    /// Has anybody a piece of it? Nobody comes to it while the arena is locked. If nobody has, all that was done there is over for
-    /// this thread too, which a look at the count alone would not say.
+    /// Has anybody a piece of the chunk? Nobody gets one while the arena is locked. If nobody has, this thread also
+    /// sees all that was done in the chunk. A look at the count alone does not guarantee that.
     fn is_in_use(&mut self) -> bool {
         Arc::get_mut(&mut self.chunk).is_none()
     }
 
-    /// Brings in what is not in yet, and pins it for `pins` too, in addition to those it is pinned for. What it was pinned for it may
-    /// not be any more when this fails.
+    /// Populates the rest of the chunk, and pins it for `pins` too, in addition to its pins before. On failure the
+    /// chunk may have lost its pins.
     fn pin<D: Driver>(&mut self, driver: &D, pins: Pins, threads: usize) -> PoolResult<()> {
         unpin(driver, self)?;
         // A process that has used two devices may use them again.
@@ -85,7 +85,7 @@ impl HeldChunk {
         Ok(())
     }
 
-    /// Never unmaps it: the driver holds its pages.
+    /// Never unmaps the chunk: the driver holds its pages.
     fn keep_for_good(self) {
         let _kept = std::mem::ManuallyDrop::new(self.chunk);
     }
@@ -105,24 +105,25 @@ impl Placed {
     }
 }
 
-/// Pinned host memory for the saved contents of one process. Its lock is taken to look up and to grow, and for no copy: code
-/// that copies has [`Piece`]s, whose chunks are not given back meanwhile.
+/// Pinned host memory for the saved contents of one process. Its lock is held to look up and to grow, but not to copy.
+/// Code that copies has [`Piece`]s, whose chunks are not given back meanwhile.
 #[derive(Debug)]
 pub(crate) struct HostArena<D: Driver> {
     driver: Arc<D>,
     chunks: Vec<Placed>,
-    /// Between devices and the file ([`ring`]).
+    /// The slots between devices and the file ([`ring`]).
     ring: Option<HeldChunk>,
     /// The part of the chunks that the last completed pause used.
     used: Option<Used>,
-    /// The end of what that pause used, or of what was brought in since while the application ran; and whether the ring was.
+    /// The end of the arena that stays: used by that pause, or populated since while the application ran. And whether
+    /// the ring stays.
     stays: (u64, bool),
     pub(crate) how: BringIn,
-    /// Its figures, and the chunk that comes in while the application runs.
+    /// The sizes of the arena, and the chunk that another thread populates while the application runs.
     incoming: Arc<Incoming>,
-    /// Chunks that come in for the step under way, and the end of the contents that it is about.
+    /// The chunks that a thread populates for the step under way, and the end of that step's contents.
     growth: Option<(Receiver<Chunk>, u64)>,
-    /// The file. It is under the arena's lock, for the same steps use both.
+    /// The file. It is under the arena's lock, because the same steps use both.
     pub(crate) disk: Disk,
 }
 
@@ -141,19 +142,19 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Returns the part of its state that is known without its lock.
+    /// Returns the part of the arena's state that can be read without its lock.
     pub(crate) fn incoming(&self) -> &Arc<Incoming> {
         &self.incoming
     }
 
-    /// Has new chunks lie on these NUMA nodes.
+    /// Sets the NUMA nodes of new chunks.
     pub(crate) fn set_nodes(&mut self, nodes: Vec<u32>) {
         self.how.nodes = nodes;
     }
 
-    /// Returns work for a thread that brings in what is missing of `[0, end_bytes)`, on these NUMA nodes, a little ahead of what
-    /// is taken, so that touching, pinning and copying run at the same time. Where it is dropped, who takes memory does it all.
-    /// [`HostArena::end_growth`] ends it.
+    /// Returns work for a thread that populates what is missing of `[0, end_bytes)`, on these NUMA nodes. The thread
+    /// stays a little ahead of the step, so that touching, pinning and copying run simultaneously. If the work is
+    /// dropped, the step populates all itself. [`HostArena::end_growth`] ends it.
     pub(crate) fn begin_growth(
         &mut self,
         nodes: Vec<u32>,
@@ -164,17 +165,17 @@ impl<D: Driver> HostArena<D> {
         let mut missing = missing_chunks(self.capacity_bytes(), end_bytes).peekable();
         missing.peek()?;
         self.growth = Some((growth, end_bytes));
-        // What the system refuses who takes it tries too, and tells.
+        // The step retries what the system has refused, and reports that.
         let chunks = missing.map_while(move |size_bytes| new_chunk(&how, size_bytes).ok());
         Some(move || chunks.map_while(|chunk| give.send(chunk).ok()).for_each(drop))
     }
 
-    /// No more is needed: what came and was not taken goes.
+    /// Ends the growth: no more is needed. Chunks that were populated and not used are dropped.
     pub(crate) fn end_growth(&mut self) {
         self.growth = None;
     }
 
-    /// The next chunk, all there, if contents up to `end_bytes` need one.
+    /// Returns the next chunk, populated, for contents that end at `end_bytes`.
     fn next_chunk(&self, end_bytes: u64) -> PoolResult<HeldChunk> {
         let mut end_bytes = end_bytes;
         if let Some((growth, growth_end_bytes)) = &self.growth {
@@ -191,7 +192,7 @@ impl<D: Driver> HostArena<D> {
         Ok(HeldChunk::new(chunk.map_err(memory_refused(size_bytes))?))
     }
 
-    /// Holds a chunk that has come in from outside a pause.
+    /// Adds a chunk that was populated outside a pause.
     pub(crate) fn put(&mut self, held: HeldChunk, Coming { is_for_ring, .. }: Coming) {
         if is_for_ring && self.ring.is_none() {
             self.ring = Some(held);
@@ -203,7 +204,7 @@ impl<D: Driver> HostArena<D> {
         self.note_held();
     }
 
-    /// Gives up a chunk that has come in and is not wanted any more. A context must be current where it is pinned.
+    /// Gives up a populated chunk that is not needed any more. If it is pinned, a context must be current.
     pub(crate) fn discard(&self, held: HeldChunk) {
         if let Err(error) = unpin(&*self.driver, &held) {
             tracing::error!(%error, "host memory stays pinned");
@@ -229,19 +230,20 @@ impl<D: Driver> HostArena<D> {
         self.chunks.last().map_or(0, Placed::end_bytes)
     }
 
-    /// Host memory held, in bytes, with what is on its way.
+    /// Returns the host memory held, in bytes, with the chunk that is being populated.
     pub(crate) fn held_bytes(&self) -> u64 {
         self.incoming.expected().bytes()
     }
 
-    /// Host memory to be taken in addition, so that `host_bytes` fit here, and something passes to the file or nothing.
+    /// Returns the host memory, in bytes, that must be allocated so that `host_bytes` fit here, with a ring if the file
+    /// is used.
     pub(crate) fn growth(&self, host_bytes: u64, is_file_used: bool) -> u64 {
         let held = self.incoming.expected();
         let ring_bytes = if is_file_used && !held.has_ring { CHUNK_BYTES } else { 0 };
         missing_chunks(held.chunk_bytes, host_bytes).sum::<u64>() + ring_bytes
     }
 
-    /// Refuses what cannot be held within `budget`; changes nothing.
+    /// Refuses a growth that exceeds `budget`. Changes nothing.
     pub(crate) fn check_budget(
         needed_bytes: u64,
         grow_bytes: u64,
@@ -255,9 +257,9 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Pins what is held for `pins` too: a process that has come to use another device would copy to and from the
-    /// rest at a fraction of the speed. A context must be current on this thread (that of the device, where `pins`
-    /// names one), and no copy under way in a chunk.
+    /// Pins all chunks for `pins` too: without that, a process that has begun to use another device would copy at a
+    /// fraction of the speed. A context must be current on this thread (that of the device, where `pins` names one). No
+    /// copy may run in a chunk.
     pub(crate) fn pin_again(&mut self, log: &mut StepLog, pins: Pins) -> PoolResult<()> {
         let (driver, threads) = (&*self.driver, self.how.toucher_threads);
         let mut held = self.chunks.iter_mut().map(|placed| &mut placed.held);
@@ -270,8 +272,8 @@ impl<D: Driver> HostArena<D> {
         })
     }
 
-    /// Gives all pins of chunks up; what is in them stays. What the driver will not unpin stays pinned. A context must be current on
-    /// this thread, and no copy under way in a chunk.
+    /// Unpins all chunks, and keeps their contents. A chunk that the driver refuses to unpin stays pinned. A context
+    /// must be current on this thread, and no copy may run in a chunk.
     pub(crate) fn unpin_all(&mut self, log: &mut StepLog) {
         for Placed { held, .. } in &mut self.chunks {
             if held.pins == Pins::Nobody {
@@ -284,15 +286,15 @@ impl<D: Driver> HostArena<D> {
         }
     }
 
-    /// Of a chunk that is new.
+    /// Pins a new chunk.
     fn pinned(&self, log: &mut StepLog, mut held: HeldChunk, pins: Pins) -> PoolResult<HeldChunk> {
         let (driver, threads) = (&*self.driver, self.how.toucher_threads);
         log.timed("pin host memory", |_| held.pin(driver, pins, threads))?;
         Ok(held)
     }
 
-    /// Grows until `[0, end_bytes)` is held, pinned for `pins`. A context must be current on this thread (that
-    /// of the device, where `pins` names one).
+    /// Grows until `[0, end_bytes)` is held, and pins the new chunks for `pins`. A context must be current on this
+    /// thread (that of the device, where `pins` names one).
     pub(crate) fn grow_to(
         &mut self,
         log: &mut StepLog,
@@ -308,7 +310,7 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// Sees that there is a ring. A context must be current on this thread.
+    /// Makes the ring, if it is missing or not pinned for all contexts. A context must be current on this thread.
     pub(crate) fn hold_ring(&mut self, log: &mut StepLog) -> PoolResult<()> {
         let held = match self.ring.take() {
             Some(held) if held.pins == Pins::All => {
@@ -318,16 +320,16 @@ impl<D: Driver> HostArena<D> {
             Some(held) => held,
             None => log.timed("wait for host memory", |_| self.new_chunk(CHUNK_BYTES))?,
         };
-        // The next pause may be of another device.
+        // Pinned for all contexts, because the next pause may be of another device.
         let pinned = self.pinned(log, held, Pins::All);
         let outcome = pinned.map(|held| self.ring = Some(held));
-        // Without its pins it has gone.
+        // A ring that could not be pinned has been dropped.
         self.note_held();
         outcome
     }
 
-    /// All slots of the ring, made if it is missing, and the file, unless there is none or somebody has a slot. A context
-    /// must be current on this thread.
+    /// Returns all slots of the ring, which is made if it is missing, and the file. `None` if there is no file, or
+    /// somebody has a slot. A context must be current on this thread.
     pub(crate) fn way_to_file(
         &mut self,
         log: &mut StepLog,
@@ -338,8 +340,8 @@ impl<D: Driver> HostArena<D> {
         Ok(slots.zip(self.disk.file.clone()))
     }
 
-    /// Gives all chunks back that lie wholly behind `keep_bytes` and behind the last one that is in use. A context must be
-    /// current, and no contents saved beyond that.
+    /// Gives back all chunks that begin at `keep_bytes` or behind it, up to the last one that is in use. A context must
+    /// be current, and no contents may be saved there.
     pub(crate) fn shrink_to(&mut self, keep_bytes: u64) -> PoolResult<()> {
         while let Some(Placed { held, start_bytes }) = self.chunks.last_mut()
             && *start_bytes >= keep_bytes
@@ -352,8 +354,8 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// Gives one chunk back that lies wholly behind `keep_bytes`, or the ring where it may go. Returns its bytes. As
-    /// [`HostArena::shrink_to`] otherwise.
+    /// Gives back one chunk that begins at `keep_bytes` or behind it, or else the ring, if `ring_may_go`. Returns its
+    /// size in bytes. In other respects as [`HostArena::shrink_to`].
     pub(crate) fn shrink_by_one(&mut self, keep_bytes: u64, ring_may_go: bool) -> PoolResult<u64> {
         let before_bytes = self.incoming.figures().bytes();
         match self.chunks.last().map(|last| last.start_bytes) {
@@ -364,7 +366,7 @@ impl<D: Driver> HostArena<D> {
         Ok(before_bytes - self.incoming.figures().bytes())
     }
 
-    /// Gives the ring back, unless somebody has it. A context must be current.
+    /// Gives the ring back, unless somebody has a slot. A context must be current.
     fn drop_ring(&mut self) -> PoolResult<()> {
         if let Some(held) = self.ring.take_if(|held| !held.is_in_use())
             && let Err(error) = unpin(&*self.driver, &held)
@@ -376,16 +378,16 @@ impl<D: Driver> HostArena<D> {
         Ok(())
     }
 
-    /// A pause is complete that has saved contents here, and some in the file or none.
+    /// Records that a pause is complete. It has saved contents here, and in the file if `is_file_used`.
     pub(crate) fn used(&mut self, used: Used, is_file_used: bool) {
         self.used = Some(used);
         self.stays = (used.end_bytes, is_file_used);
         self.note_held();
     }
 
-    /// After a pause that came to nothing: gives back what neither the last completed one used nor was brought in
-    /// for the next one, and what lies behind `live_bytes`. What the driver will not unpin stays for the next pause. A
-    /// context must be current, and nothing saved behind that.
+    /// After a pause that failed: gives back unused memory behind `live_bytes`. Memory stays that the last completed
+    /// pause used, or that was populated for the next one. A chunk that the driver refuses to unpin stays for the next
+    /// pause. A context must be current, and nothing may be saved behind `live_bytes`.
     pub(crate) fn give_back_unused(&mut self, live_bytes: u64) -> PoolResult<()> {
         let (end_bytes, keeps_ring) = self.stays;
         let shrunk = self.shrink_to(end_bytes.max(live_bytes));
@@ -393,13 +395,13 @@ impl<D: Driver> HostArena<D> {
         shrunk.and(dropped)
     }
 
-    /// The chunk that holds the byte `at`, which is held.
+    /// Returns the chunk with the byte `at`. The arena must hold that byte.
     fn chunk_at(&self, at: u64) -> &Placed {
         &self.chunks[self.chunks.partition_point(|placed| placed.end_bytes() <= at)]
     }
 
-    /// Returns the end of the chunk that holds the byte before `at`. Memory behind that end can be given back while the
-    /// chunk stays.
+    /// Returns the end of the chunk with the byte before `at`. Memory behind that end can be given back while the chunk
+    /// stays.
     pub(crate) fn chunk_end(&self, at: u64) -> u64 {
         if at == 0 || at > self.capacity_bytes() {
             return at;
@@ -407,13 +409,13 @@ impl<D: Driver> HostArena<D> {
         self.chunk_at(at - 1).end_bytes()
     }
 
-    /// Returns the pieces of host memory that make up `place`, which is held. It stays there for as long as somebody
-    /// has a piece.
+    /// Returns the pieces of host memory that make up `place`, which the arena must hold. The memory stays there for as
+    /// long as somebody has a piece.
     pub(crate) fn pieces_of(&self, place: &Range<u64>) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut at = place.start;
         while at < place.end {
-            // Panics if nothing is held, before any copy.
+            // Panics before any copy, if the arena does not hold the place.
             let placed = self.chunk_at(at);
             let end = placed.end_bytes().min(place.end);
             let part = at - place.start..end - place.start;
@@ -423,7 +425,7 @@ impl<D: Driver> HostArena<D> {
         pieces
     }
 
-    /// Returns the places of the part `part` of an allocation, of which `saved` is saved.
+    /// Returns the places of the part `part` of an allocation, whose saved contents are `saved`.
     ///
     /// # Errors
     /// [`PoolError::FileUnreadable`] if there is no file.
@@ -447,10 +449,10 @@ impl<D: Driver> HostArena<D> {
     }
 }
 
-/// The next chunk that a thread brings in, within `limit`. None where the thread has ended.
+/// Waits for the next chunk that a thread populates, for at most `limit`. `None` if the thread has ended.
 ///
 /// # Errors
-/// [`PoolError::HostMemoryRefused`], which says that it took too long.
+/// [`PoolError::HostMemoryRefused`]: the thread took too long.
 fn brought(growth: &Receiver<Chunk>, limit: Duration) -> PoolResult<Option<Chunk>> {
     match growth.recv_timeout(limit) {
         Err(RecvTimeoutError::Timeout) => {
@@ -479,14 +481,14 @@ fn pin<D: Driver>(driver: &D, chunk: &Chunk, pins: Pins) -> PoolResult<()> {
     )
 }
 
-/// The driver may be copying nothing that is in `held`.
+/// Unpins `held`. The driver may not be copying to or from it.
 fn unpin<D: Driver>(driver: &D, HeldChunk { chunk, pins }: &HeldChunk) -> PoolResult<()> {
     if *pins == Pins::Nobody {
         return Ok(());
     }
     // SAFETY: the caller vouches that no copy uses it.
     match unsafe { driver.host_unregister(chunk.start) } {
-        // The context that it was pinned for has ended, and its pins with it.
+        // The context that the chunk was pinned for has ended, and its pins have ended too.
         Err(error) if error.code == DriverCode::HOST_MEMORY_NOT_REGISTERED => Ok(()),
         unpinned => {
             unpinned.about(|| "unpinning of host memory".to_owned(), chunk.size_bytes(), None)
@@ -494,11 +496,11 @@ fn unpin<D: Driver>(driver: &D, HeldChunk { chunk, pins }: &HeldChunk) -> PoolRe
     }
 }
 
-/// Brings in the chunk that is `coming`, and pins it. A context must be current on this thread where `pins` names somebody. What is to
-/// `stop` is handed over as it is.
+/// Populates the chunk `coming`, and pins it. If `pins` names a context, one must be current on this thread. Once
+/// `stop` returns true, the chunk is returned as it is.
 ///
 /// # Errors
-/// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`]; nothing is held then.
+/// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`]: nothing is held then.
 pub(crate) fn bring_in<D: Driver>(
     log: &mut StepLog,
     driver: &D,
@@ -524,7 +526,7 @@ impl<D: Driver> Drop for HostArena<D> {
         if let Err(error) = self.shrink_to(0).and(dropped) {
             tracing::error!(%error, "host memory stays pinned");
         }
-        // Unmapping pinned memory would pull it from under the driver: keep what is left for good.
+        // Never unmap memory that the driver still has pinned: keep the rest for good.
         let chunks = self.chunks.drain(..).map(|placed| placed.held);
         chunks.chain(self.ring.take()).for_each(HeldChunk::keep_for_good);
     }

@@ -1,5 +1,5 @@
-//! Host memory that a device copies to and from at full speed: chunks for saved contents, and memory of a step's own that lasts as
-//! long as the step.
+//! Host memory that a device copies to and from at full speed. Chunks hold saved contents. [`Pinned`] memory belongs to
+//! one step, and lasts as long as the step.
 
 #![expect(unsafe_code, reason = "writes to new host memory, and hands it to the driver")]
 
@@ -14,21 +14,21 @@ use crate::driver::{Driver, PieceSlot, PinnedFor};
 use crate::error::{Describe, PoolError, PoolResult};
 use sublet_driver::nodes;
 
-/// Host memory for saved contents comes in chunks of this size at most, in bytes. Large enough that pinning runs at full speed (36 GiB/s measured with huge
-/// pages), small enough that the first copies start after some 10 ms.
+/// The largest size of a chunk of host memory for saved contents, in bytes. It is large enough that pinning runs at
+/// full speed (36 GiB/s measured with huge pages). It is small enough that the first copies start after some 10 ms.
 pub const CHUNK_BYTES: u64 = 256 << 20;
-/// The least: a huge page.
+/// The smallest size of a chunk, in bytes: a huge page.
 const CHUNK_BYTES_MIN: u64 = 2 << 20;
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Size in bytes of the next chunk if `held_bytes` are held and `end_bytes` are needed: all that is missing, up to [`CHUNK_BYTES`], and as
-/// much as is held at least, so that chunks stay few.
+/// Returns the size in bytes of the next chunk if `held_bytes` are held and `end_bytes` are needed. It is the larger of
+/// what is missing and what is held, up to [`CHUNK_BYTES`]. So chunks stay few.
 pub(crate) fn next_chunk_bytes(held_bytes: u64, end_bytes: u64) -> u64 {
     let wanted_bytes = end_bytes.saturating_sub(held_bytes).max(held_bytes).min(CHUNK_BYTES);
     wanted_bytes.next_power_of_two().max(CHUNK_BYTES_MIN)
 }
 
-/// If `held_bytes` are held: the sizes in bytes of the chunks that are missing of `end_bytes`.
+/// Returns the sizes in bytes of the chunks that are missing, if `held_bytes` are held and `end_bytes` are needed.
 pub(crate) fn missing_chunks(held_bytes: u64, end_bytes: u64) -> impl Iterator<Item = u64> + Send {
     let mut held_bytes = held_bytes;
     std::iter::from_fn(move || {
@@ -42,25 +42,25 @@ pub(crate) fn missing_chunks(held_bytes: u64, end_bytes: u64) -> impl Iterator<I
 /// A piece of host memory.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    /// Unmapped when this is dropped.
+    /// The map, which is unmapped when the chunk is dropped.
     _map: MmapRaw,
-    /// First huge-page boundary inside the map.
+    /// The first huge-page boundary inside the map.
     pub(super) start: NonNull<u8>,
-    /// In bytes, from `start` on.
+    /// The length from `start` on, in bytes.
     pub(super) length: usize,
-    /// All its pages have been brought in.
+    /// True once all pages are populated.
     is_touched: bool,
 }
 
-/// Has the touching of pages to end? Asked between two huge pages.
+/// Returns whether the touching of pages must end. Called between two huge pages.
 pub(super) type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// The way in which new chunks come in.
+/// The way in which new chunks are populated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BringIn {
-    /// Threads that touch them. With none, pages come in as they are used.
+    /// The number of threads that touch new chunks. With 0, pages are populated when they are used.
     pub(crate) toucher_threads: usize,
-    /// The NUMA nodes that they are to lie on, by turns; anywhere when there are none.
+    /// The NUMA nodes over which new chunks are interleaved. Empty: the system chooses.
     pub(crate) nodes: Vec<u32>,
 }
 
@@ -71,7 +71,7 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
-    /// Maps a chunk and brings all its pages in, until it is to `stop`.
+    /// Maps a chunk and populates all its pages, or until `stop` returns true.
     pub(super) fn new(how: &BringIn, size_bytes: u64, stop: Stop<'_>) -> io::Result<Self> {
         let mut chunk = Self::mapped(how, size_bytes)?;
         chunk.touch(how.toucher_threads, stop);
@@ -85,8 +85,8 @@ impl Chunk {
         if let Err(error) = map.advise(Advice::HugePage) {
             tracing::debug!(%error, "no huge pages: the first pause will be slower");
         }
-        // The chunk stays pinned, and since Linux 5.12 a fork copies pinned pages immediately, where it shares others until
-        // they are written. A child has no use for them.
+        // The chunk stays pinned. Since Linux 5.12 a fork copies pinned pages immediately, and shares other pages until
+        // they are written. A child has no use for pinned pages.
         if let Err(error) = map.advise(Advice::DontFork) {
             tracing::warn!(%error, "a fork of this process copies its saved contents");
         }
@@ -104,7 +104,7 @@ impl Chunk {
         Ok(Self { _map: map, start, length, is_touched: false })
     }
 
-    /// Brings in what is not in yet, until it is to `stop`. Nobody else may use the chunk meanwhile.
+    /// Populates the rest of the chunk, or until `stop` returns true. Nobody else may use the chunk meanwhile.
     pub(super) fn touch(&mut self, threads: usize, stop: Stop<'_>) {
         if !self.is_touched && threads > 0 {
             touch(self.start, self.length, threads, stop);
@@ -117,8 +117,8 @@ impl Chunk {
     }
 }
 
-/// Writes a zero to each page of a new anonymous map, so that the kernel brings it in now and in parallel. Ends early,
-/// at a huge page, when it is to `stop`.
+/// Writes a zero to each page of a new anonymous map, so that the kernel populates it now and in parallel. Ends early,
+/// at a huge page, once `stop` returns true.
 fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: Stop<'_>) {
     const PAGE_BYTES: usize = 4096;
     let share = length.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
@@ -135,7 +135,7 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: Stop<'_>) {
                     unsafe { page.write_volatile(0) };
                 }
             };
-            // Without a thread to be had, this one does the share itself.
+            // If no thread can be started, this one does the share itself.
             if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, touch_share) {
                 tracing::debug!(%error, "no thread to touch host memory with");
                 touch_share();
@@ -144,24 +144,24 @@ fn touch(start: NonNull<u8>, length: usize, threads: usize, stop: Stop<'_>) {
     });
 }
 
-/// As [`Chunk::new`], to the end.
+/// As [`Chunk::new`], without an early end.
 pub(super) fn new_chunk(how: &BringIn, size_bytes: u64) -> io::Result<Chunk> {
     Chunk::new(how, size_bytes, &|| false)
 }
 
-/// Host memory of a step's own that devices write to, for as long as the step lasts. Dropped, it goes, unless the driver keeps it.
+/// Host memory of one step, which devices write to. Dropping it unmaps it, unless the driver refuses to unpin it.
 ///
 /// # Invariants
 /// 1. `map` is registered with the driver, zeros at first, and no part of it is handed out beyond a borrow.
 #[derive(Debug)]
 pub struct Pinned<D: Driver> {
     driver: Arc<D>,
-    /// None once it has been given up.
+    /// None once the map has been given up.
     map: Option<MmapRaw>,
 }
 
 impl<D: Driver> Pinned<D> {
-    /// So many bytes, for devices of all contexts. A context must be current on this thread.
+    /// Makes `length` bytes, for devices of all contexts. A context must be current on this thread.
     ///
     /// # Errors
     /// [`PoolError::HostMemoryRefused`], [`PoolError::Driver`].
@@ -187,7 +187,7 @@ impl<D: Driver> Pinned<D> {
         Ok(Self { driver, map: Some(map) })
     }
 
-    /// A part of it as slots, as far as there are so many. No device may be writing there.
+    /// Returns a part of the memory as slots, without slots beyond its end. No device may be writing there.
     pub fn slots(&mut self, part: Range<usize>) -> &mut [PieceSlot] {
         let Some(map) = &self.map else { return &mut [] };
         let count = map.len() / size_of::<PieceSlot>();
@@ -200,7 +200,7 @@ impl<D: Driver> Pinned<D> {
         unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), end - start) }
     }
 
-    /// A device may be writing there still: it stays for good.
+    /// Keeps the memory mapped for good: a device may still be writing there.
     pub fn keep_for_good(mut self) {
         if let Some(map) = self.map.take() {
             let _kept = std::mem::ManuallyDrop::new(map);
@@ -218,7 +218,7 @@ impl<D: Driver> Drop for Pinned<D> {
         // SAFETY: the thread that drops it has waited for the devices; see `keep_for_good`.
         if let Err(error) = unsafe { self.driver.host_unregister(start_of(&map)) } {
             tracing::error!(%error, size_bytes = map.len(), "host memory stays pinned");
-            // Unmapping pinned memory would pull it from under the driver.
+            // Never unmap memory that the driver still has pinned.
             let _kept = std::mem::ManuallyDrop::new(map);
         }
     }

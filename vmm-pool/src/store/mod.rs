@@ -1,7 +1,7 @@
 //! The stores of saved contents: host memory, or a file.
 //!
-//! Both are linear spaces that the ledger's layout gives places in. The file is a crate's above ([`file`]). Contents that go there
-//! pass through one chunk of host memory more, the ring ([`ring`]).
+//! Both are linear spaces, where the ledger's layout assigns places. A crate above implements the file ([`file`]).
+//! Contents of the file pass through one more chunk of host memory, the ring ([`ring`]).
 
 mod arena;
 mod chunk;
@@ -35,7 +35,7 @@ pub(crate) enum Store {
 }
 
 impl Store {
-    /// Returns the store that contents of this policy go to, when they are saved at all.
+    /// Returns the store for contents of this policy. None if they are not saved.
     pub(crate) fn of(contents: Contents) -> Option<Self> {
         match contents {
             Contents::Keep | Contents::DiscardByTag => Some(Self::Host),
@@ -45,38 +45,39 @@ impl Store {
     }
 }
 
-/// The number of bytes that the arena may grow by; `None` is without limit.
+/// The number of bytes that the arena may grow by. `None`: no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostBudget(pub Option<u64>);
 
-/// The amounts of contents that get to the host in a pause that keeps [`Copies::All`].
+/// The contents that reach the host in a pause that keeps [`Copies::All`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Copying {
-    /// The contents that are copied to host memory, in bytes: neither what is zero nor what is there unchanged.
+    /// The contents that are copied to host memory, in bytes. Contents that are zero, or unchanged since an earlier
+    /// copy, do not count.
     pub to_memory_bytes: u64,
     /// The contents that go to a file, in bytes.
     pub to_file_bytes: u64,
 }
 
-/// Host memory that a pause would take now.
+/// The host memory that a pause would need now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct HostDemand {
-    /// Contents to save, in bytes.
+    /// The contents to save, in bytes.
     pub saved_bytes: u64,
-    /// The amounts of them that go to host memory and to a file.
+    /// The contents that go to host memory and to a file.
     pub copying: Copying,
-    /// Host memory held for them already.
+    /// The host memory that is held for them already, in bytes.
     pub held_bytes: u64,
-    /// Host memory to be taken in addition, with no copy kept.
+    /// The host memory to allocate in addition, in bytes, if no copy is kept.
     pub grow_bytes: u64,
-    /// The same with [`Copies::Needed`]; no less.
+    /// The same with [`Copies::Needed`]. It is not less.
     pub grow_with_needed_bytes: u64,
-    /// The same with [`Copies::All`]; no less.
+    /// The same with [`Copies::All`]. It is not less.
     pub grow_with_all_bytes: u64,
 }
 
 impl HostDemand {
-    /// Host memory to be taken in addition when these copies are kept.
+    /// Returns the host memory to allocate in addition, in bytes, when these copies are kept.
     pub fn grow_bytes_with(&self, copies: Copies) -> u64 {
         match copies {
             Copies::None => self.grow_bytes,
@@ -86,20 +87,20 @@ impl HostDemand {
     }
 }
 
-/// When contents are saved.
+/// The time at which contents are saved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Schedule {
-    /// All of them before anything is given back; host memory for them is made during the copies. The pause can be undone
-    /// until then.
+    /// All contents are saved before any memory is released. Host memory for them is populated during the copies. The
+    /// pause can be undone until then.
     #[default]
     SaveFirst,
-    /// Each part before it is given back. All host memory and disk space is taken before, and the pause can be undone until
-    /// the first part.
+    /// Each part is saved before it is released. All host memory and disk space is allocated before, and the pause can
+    /// be undone until the first part is released.
     SaveMeanwhile,
 }
 
-/// The copies of contents, left in host memory by earlier pauses, that a pause keeps. What is unchanged in them is not
-/// copied again. Copies for readers are kept in any case.
+/// The copies of contents that a pause keeps. Earlier pauses have left them in host memory. Contents that are unchanged
+/// since are not copied again. Copies for readers are kept in any case.
 #[derive(
     Clone,
     Copy,
@@ -113,16 +114,16 @@ pub enum Schedule {
     serde::Deserialize,
 )]
 pub enum Copies {
-    /// None: what is saved is laid out again, in the least room.
+    /// None: contents are laid out again, in the least space.
     None,
-    /// Those of the memory that the pause is about.
+    /// The copies of the memory that the pause concerns.
     Needed,
-    /// All.
+    /// All copies.
     #[default]
     All,
 }
 
 impl Copies {
-    /// From the most to the fewest.
+    /// All values, from the most copies to the fewest.
     pub const FEWER: [Self; 3] = [Self::All, Self::Needed, Self::None];
 }

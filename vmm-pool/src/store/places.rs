@@ -1,5 +1,5 @@
-//! The places of an allocation's saved contents: a list of extents, with nothing for what is zero. They are read there
-//! without the arena's lock.
+//! The places of an allocation's saved contents: a list of extents, without the parts that are zero. Readers of the
+//! contents do not need the arena's lock.
 //!
 //! ```text
 //!   allocation:  [data    ][zeros        ][data ]
@@ -18,33 +18,33 @@ use crate::deferred::InUse;
 use crate::driver::Fingerprint;
 use crate::error::PoolResult;
 
-/// A part of an allocation, and where it lies.
+/// A part of an allocation, and its place in the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Its first byte, by offset in the allocation.
+    /// The offset of its first byte in the allocation.
     pub(crate) start: u64,
     pub(crate) size_bytes: u64,
-    /// Its first byte, by offset in the store.
+    /// The offset of its first byte in the store.
     pub(crate) at: u64,
 }
 
 impl Extent {
-    /// One past its last byte in the allocation.
+    /// Returns its end in the allocation: one past its last byte.
     pub(crate) fn end(self) -> u64 {
         self.start + self.size_bytes
     }
 
-    /// By offset in the allocation.
+    /// Returns its range in the allocation.
     pub(crate) fn part(self) -> Range<u64> {
         self.start..self.end()
     }
 
-    /// By offset in the store.
+    /// Returns its range in the store.
     pub(crate) fn place(self) -> Range<u64> {
         self.at..self.at + self.size_bytes
     }
 
-    /// Returns the part of it that lies in `part`.
+    /// Returns the part of it inside `part`.
     pub(crate) fn within(self, part: &Range<u64>) -> Option<Self> {
         let start = self.start.max(part.start);
         let end = self.end().min(part.end);
@@ -53,7 +53,8 @@ impl Extent {
     }
 }
 
-/// Adds `next`, which begins behind all of `extents`, to the last one where it goes on in both spaces.
+/// Adds `next`, which begins behind all of `extents`. Merges it with the last one if both are adjacent in the
+/// allocation and in the store.
 pub(crate) fn append(extents: &mut Vec<Extent>, next: Extent) {
     match extents.last_mut() {
         Some(last) if last.end() == next.start && last.place().end == next.at => {
@@ -70,13 +71,13 @@ pub(crate) struct Prints {
     pub(crate) values: Box<[Fingerprint]>,
 }
 
-/// The places of one allocation's saved contents, and their fingerprints where those are known.
+/// The places of one allocation's saved contents, and their fingerprints if those are known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Saved {
     pub(crate) store: Store,
-    /// In order and apart. What is saved and in none of them is zero.
+    /// The extents, in order and apart. Saved bytes in none of them are zero.
     pub(crate) extents: Arc<[Extent]>,
-    /// The fingerprints of the pieces in the store, where they are known.
+    /// The fingerprints of the pieces in the store, if they are known.
     pub(crate) prints: Option<Arc<Prints>>,
 }
 
@@ -91,7 +92,7 @@ impl Saved {
         self.extents.iter().map(|extent| extent.size_bytes).sum()
     }
 
-    /// All of `part` in order: what is in the store, and what is zero.
+    /// Returns all of `part` in order: parts in the store, and parts that are zero.
     pub(crate) fn parts_of(&self, part: Range<u64>) -> impl Iterator<Item = Part> + '_ {
         let first = self.extents.partition_point(|extent| extent.end() <= part.start);
         let mut extents = self.extents[first..].iter();
@@ -117,7 +118,7 @@ impl Saved {
         })
     }
 
-    /// Splits `parts` into what is in the store, and what is zero.
+    /// Splits `parts` into extents in the store, and ranges that are zero.
     pub(crate) fn split(&self, parts: &[Range<u64>]) -> (Vec<Extent>, Vec<Range<u64>>) {
         let (mut extents, mut zeros) = (Vec::new(), Vec::new());
         for part in parts.iter().flat_map(|part| self.parts_of(part.clone())) {
@@ -138,24 +139,24 @@ impl Saved {
 /// A part of an allocation whose contents are saved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// It lies there.
+    /// The part is in the store.
     Stored(Extent),
-    /// It is zero, by offset in the allocation, and lies nowhere.
+    /// The part is zero and is in no store. The range is by offset in the allocation.
     Zeros(Range<u64>),
 }
 
-/// A piece of host memory that somebody uses. Its chunk is neither given back nor unmapped before this is dropped.
+/// A piece of host memory that somebody uses. Its chunk is neither given back nor unmapped before the piece is dropped.
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
     chunk: Arc<Chunk>,
-    /// Into the chunk, in bytes.
+    /// The offset in the chunk, in bytes.
     within: usize,
-    /// By offset in the place that was looked up, in bytes.
+    /// The range in the place that was looked up, in bytes.
     pub(crate) part: Range<u64>,
 }
 
 impl Piece {
-    /// `part` of a place, which lies `within` bytes into `chunk`.
+    /// Makes the piece for `part` of a place. It begins `within` bytes into `chunk`.
     pub(super) fn new(chunk: &Arc<Chunk>, within: u64, part: Range<u64>) -> Self {
         let within = usize::try_from(within).unwrap_or(usize::MAX);
         let end = within.checked_add(usize::try_from(part.end - part.start).unwrap_or(usize::MAX));
@@ -164,20 +165,20 @@ impl Piece {
         Self { chunk: Arc::clone(chunk), within, part }
     }
 
-    /// A part of it, by offset.
+    /// Returns a part of the piece, by offset.
     pub(crate) fn part(&self, part: Range<u64>) -> Self {
         assert!(part.end <= self.part.end - self.part.start, "beyond its piece");
         Self::new(&self.chunk, self.within as u64 + part.start, part)
     }
 
-    /// For the driver.
+    /// Returns the address, for the driver.
     pub(crate) fn start(&self) -> NonNull<u8> {
         // SAFETY: inside the chunk.
         unsafe { self.chunk.start.add(self.within) }
     }
 
     fn length(&self) -> usize {
-        // As long as `usize` says, which `new` has seen.
+        // The length fits a `usize`, as `new` has checked.
         usize::try_from(self.part.end - self.part.start).unwrap_or(0)
     }
 
@@ -196,7 +197,7 @@ impl Piece {
 /// The place of a part of saved contents.
 #[derive(Clone, Debug)]
 pub(crate) enum Located {
-    /// Nowhere: so many bytes are zero.
+    /// In no store: this number of bytes is zero.
     Zeros(u64),
     /// In host memory.
     InMemory(Piece),
@@ -213,7 +214,8 @@ impl Located {
         }
     }
 
-    /// Copies all of `located` to `target`, which is as long. What a driver is copying there meanwhile is read as nothing meant.
+    /// Copies all of `located` to `target`, which has the same size. If the driver copies to a piece meanwhile, the
+    /// bytes read there are undefined.
     ///
     /// # Errors
     /// [`crate::PoolError::FileUnreadable`], [`crate::PoolError::FileCorrupted`].
@@ -237,8 +239,8 @@ impl Located {
     }
 }
 
-/// A part of an allocation's saved contents, to be read. While it lives, no memory of it goes elsewhere, and a pager puts nothing in its
-/// place.
+/// A part of an allocation's saved contents, to be read. While this lives, no other contents get its places, and a
+/// pager does not overwrite them.
 #[derive(Debug)]
 pub struct SavedPart {
     pub(crate) located: Vec<Located>,
@@ -246,12 +248,13 @@ pub struct SavedPart {
 }
 
 impl SavedPart {
-    /// All of its bytes in order, in pieces: where they lie, if that is memory, else in `buffer`.
+    /// Returns all bytes in order, in pieces. They are borrowed from host memory if all are there, or else read into
+    /// `buffer`.
     ///
     /// # Errors
     /// [`crate::PoolError::FileUnreadable`], [`crate::PoolError::FileCorrupted`].
     pub fn read<'a>(&'a self, buffer: &'a mut Vec<u8>) -> PoolResult<Vec<&'a [u8]>> {
-        // No copy of the driver's is under way there.
+        // The driver copies nothing to or from these pieces now.
         let in_memory = |located: &'a Located| {
             if let Located::InMemory(piece) = located { Some(piece.bytes()) } else { None }
         };

@@ -1,4 +1,4 @@
-//! Slots of pinned host memory, through which contents pass between devices and the file ([`super::ContentsFile`]).
+//! Slots of pinned host memory. Contents pass through them between devices and the file ([`super::ContentsFile`]).
 
 #![expect(unsafe_code, reason = "looks at host memory that the driver copies to and from")]
 
@@ -7,24 +7,24 @@ use std::sync::Arc;
 use super::chunk::{CHUNK_BYTES, Chunk};
 use super::places::Piece;
 
-/// Size of a slot: what is written or read in one piece.
+/// The size of a slot, in bytes: the most that is written or read in one piece.
 pub(crate) const SLOT_BYTES: u64 = SLOT_LENGTH as u64;
-/// The same.
+/// The same size, as a `usize`.
 const SLOT_LENGTH: usize = 32 << 20;
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(SLOT_BYTES), "a ring is one chunk");
 
-/// A part of the ring, in one hand at a time.
+/// A part of the ring. One owner has it at a time.
 ///
 /// # Invariants
-/// 1. Nobody else has a piece of its bytes, but for copies of the driver's.
-/// 2. A thread that has the driver copy to or from them waits for that before the slot is passed on.
+/// 1. Nobody else has a piece of its bytes, except copies of the driver's.
+/// 2. A thread that starts a copy to or from these bytes waits for its end before it passes the slot on.
 #[derive(Debug)]
 pub struct Slot(pub(crate) Piece);
 
-/// All slots of a ring, of which nobody has a piece.
+/// Returns all slots of a ring. Nobody else may have a piece of the ring.
 pub(super) fn slots(ring: &Arc<Chunk>) -> Vec<Slot> {
     let part = |at| Slot(Piece::new(ring, at, 0..SLOT_BYTES));
-    // INVARIANT: each is made once.
+    // INVARIANT: each slot is made once.
     (0..CHUNK_BYTES).step_by(SLOT_LENGTH).map(part).collect()
 }
 

@@ -1,12 +1,14 @@
-//! Memory on its way back: created, mapped and filled window by window, then imports, then the process runs.
+//! The way back of memory: it is created, mapped and filled window by window. Then imports follow, then the process
+//! runs.
 //!
 //! ```text
 //!   Shut --create_own--> Arriving --restore_rest--> Returning: import_batch --map_imports--> Restored --commit--> Done
 //!   Shut --arrive------>   | ^ restore_stage
 //! ```
 //!
-//! [`Shut::create_own`] creates all of it first, so that a resume of several processes fails before anything is copied;
-//! [`Shut::arrive`] leaves that to the windows, for a swap, where the other tenant's memory has still to go.
+//! [`Shut::create_own`] creates all memory first, so that a resume of several processes fails before anything is
+//! copied. [`Shut::arrive`] creates memory window by window, for a swap, in which the other tenant's memory must leave
+//! first.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -26,19 +28,20 @@ use crate::ledger::{Row, Rows, Selection};
 use crate::pool::{Borrowed, Pool};
 use crate::store::HostArena;
 
-/// Own memory of a selection is on its way back. Dropping it gives that up again, contents kept.
+/// Own memory of a selection is being restored. Dropping this releases it again, with its contents kept.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the resume"]
 pub struct Arriving<D: Driver> {
     returning: Returning<D>,
-    /// Imports that the pause could not give up. Their owner makes other memory, so they go before it is fetched.
+    /// Imports that the pause could not give up. Their owner creates new memory, so these are unmapped before that is
+    /// fetched.
     stale: Rows,
-    /// The allocations that are not back yet.
+    /// The allocations that are not restored yet.
     queue: Queue,
 }
 
-/// Own memory of a selection is back, and imports follow. Dropping it gives that up again, contents kept, and leaves the
-/// gate shut where the driver refuses.
+/// Own memory of a selection is restored, and imports follow. Dropping this releases the memory again, with its
+/// contents kept. If the driver refuses, the gate stays shut.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the resume"]
 pub struct Returning<D: Driver> {
@@ -48,7 +51,7 @@ pub struct Returning<D: Driver> {
     rows: Arc<Rows>,
 }
 
-/// All of it is back, and the process can run. Dropping it is going back.
+/// All memory is restored, and the process can run. Dropping this undoes the resume.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the resume"]
 pub struct Restored<D: Driver> {
@@ -56,13 +59,13 @@ pub struct Restored<D: Driver> {
 }
 
 impl<D: Driver, W: Origin> Shut<D, W> {
-    /// Resume 1: creates all own memory that `brings` names and that is not resident, or none. What comes back is given to those
-    /// whom it is owed, and to nobody else before it is all there. Before that it gives up imports that the driver would not unmap
-    /// in the pause.
+    /// Resume 1: creates all own memory that `brings` names and that is not resident, or none. Until all is restored,
+    /// such memory is only given to processes to which it is owed. First gives up imports that the driver refused to
+    /// unmap in the pause.
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfDeviceMemory`] with what is missing; [`crate::PoolError::Driver`]. Either way what was
-    /// created is released again, and the process is as before once the state that comes with the error is dropped.
+    /// [`crate::PoolError::OutOfDeviceMemory`] with the missing bytes; [`crate::PoolError::Driver`]. In both cases the
+    /// created memory is released again. The process is as before once the state that comes with the error is dropped.
     ///
     /// # Driver calls
     /// `cuMemGetInfo`, `cuMemCreate`; `cuMemUnmap` and `cuMemRelease` of such imports.
@@ -82,7 +85,7 @@ impl<D: Driver, W: Origin> Shut<D, W> {
         }
     }
 
-    /// The same, but creates nothing yet.
+    /// As [`Shut::create_own`], but creates nothing yet.
     pub fn arrive(self, brings: W::Brings) -> Arriving<D> {
         let (shut, selection) = (self.into_gate(), brings.into());
         shut.pool().holdings().freeze();
@@ -104,7 +107,7 @@ impl<D: Driver> Arriving<D> {
                 let stored = row.saved().map(|saved| saved.stored_bytes(&row.copied_parts()));
                 copied_bytes += stored.unwrap_or(0);
                 queue.add(if row.is_resident() {
-                    // It takes no memory any more.
+                    // It needs no memory any more.
                     Waiting::unlimited(row)
                 } else {
                     let rank = if is_copied(row) { FIRST } else { THEN };
@@ -116,38 +119,39 @@ impl<D: Driver> Arriving<D> {
         Self { returning: Returning { shut, selection, rows }, stale, queue }
     }
 
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.returning.pool()
     }
 
-    /// Returns the selection of the memory that comes back.
+    /// Returns the selection of the memory that is restored.
     pub fn selection(&self) -> &Selection {
         self.returning.selection()
     }
 
-    /// Returns the memory that is still away, by device.
+    /// Returns the memory that is still off its device, by device.
     pub fn left(&self) -> BTreeMap<DeviceOrdinal, Left> {
         self.queue.left()
     }
 
-    /// Resume 2, in part: creates what is missing, maps own memory at its old addresses, and puts contents back, of each device
-    /// no more than `allowed`; what has contents comes first. Saved contents stay where they are until [`Restored::commit`].
+    /// Resume 2, in part: creates missing memory, maps own memory at its old addresses, and restores contents, of each
+    /// device no more than `allowed`. Memory with contents comes first. Saved contents keep their places until
+    /// [`Restored::commit`].
     ///
     /// # Errors
-    /// [`crate::PoolError::OutOfDeviceMemory`] with nothing created: another stage may be tried. [`crate::PoolError::Driver`],
-    /// [`crate::PoolError::FileUnreadable`] and [`crate::PoolError::FileCorrupted`], with copies finished; the resume can be
-    /// undone then, and nothing else.
+    /// [`crate::PoolError::OutOfDeviceMemory`] with nothing created: another stage may be tried.
+    /// [`crate::PoolError::Driver`], [`crate::PoolError::FileUnreadable`] and [`crate::PoolError::FileCorrupted`], with
+    /// copies finished: then only an undo is possible.
     ///
     /// # Driver calls
-    /// As [`Shut::create_own`]; `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` behind each, and behind the last of
-    /// them for what comes from the file; `cuStreamSynchronize`.
+    /// As [`Shut::create_own`]; `cuMemMap` and `cuMemSetAccess` in groups, `cuMemcpyHtoDAsync` after each group, and
+    /// after the last group for contents of the file; `cuStreamSynchronize`.
     pub fn restore_stage(&mut self, allowed: &ByDevice) -> PoolResult<Moved> {
         self.bring_back(|device| allowed.get(&device).copied().unwrap_or(0), None)
     }
 
-    /// Resume 2, to its end: the same for all that is left. Meanwhile it exports what peers had imported of all that comes back, as
-    /// far as `exports_max` descriptors go: the rest is exported when a process comes for it.
+    /// Resume 2, to its end: the same for all memory that is left. Meanwhile it exports memory that peers had imported,
+    /// for at most `exports_max` descriptors. Other memory is exported when a process fetches it.
     ///
     /// # Errors
     /// As [`Arriving::restore_stage`], in a state that can be undone.
@@ -188,7 +192,7 @@ impl<D: Driver> Arriving<D> {
         match self.fill(&part, exports_max) {
             Ok((log, copied_bytes)) => Ok(Moved { log, bytes, copied_bytes }),
             Err(error) => {
-                // Whatever comes next must not take it for back.
+                // No later step may treat this memory as restored.
                 for waiting in picked.into_iter().rev() {
                     self.queue.put_back(waiting);
                 }
@@ -197,7 +201,7 @@ impl<D: Driver> Arriving<D> {
         }
     }
 
-    /// Creates what is missing of `part`, and puts its contents back. Says how much was copied, in bytes.
+    /// Creates the missing memory of `part`, and restores its contents. Returns the number of bytes copied.
     fn fill(&self, part: &Rows, exports_max: Option<usize>) -> PoolResult<(StepLog, u64)> {
         let Returning { selection, rows, .. } = &self.returning;
         let still = self.returning.still();
@@ -220,19 +224,19 @@ impl<D: Driver> Arriving<D> {
     }
 }
 
-/// Imports of `rows` that are here before any has been fetched.
+/// Returns imports of `rows` that are resident before any has been fetched.
 fn stale_imports<D: Driver>(pool: &Pool<D>, rows: &Rows) -> Rows {
     let ledger = pool.ledger();
     let here = ledger.rows.among(rows).filter(|row| is_import(row) && row.is_resident());
     Rows::of(here.map(Row::handle))
 }
 
-/// The rank of allocations with contents to put back.
+/// The rank of allocations with contents to restore.
 const FIRST: usize = 0;
 /// The rank of allocations without such contents.
 const THEN: usize = 1;
 
-/// Has it contents that are copied to it from somewhere?
+/// Has the allocation saved contents that a resume copies to it?
 fn is_copied(row: &Row) -> bool {
     row.saved().is_some_and(|saved| !saved.extents.is_empty())
 }
@@ -242,12 +246,12 @@ impl<D: Driver> Returning<D> {
         Still::not_touched_yet(&self.shut)
     }
 
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.shut.pool()
     }
 
-    /// Returns the selection of the memory that comes back.
+    /// Returns the selection of the memory that is restored.
     pub fn selection(&self) -> &Selection {
         &self.selection
     }
@@ -274,8 +278,8 @@ impl<D: Driver> Returning<D> {
     /// Resume 3, second half: maps all imports at their old addresses.
     ///
     /// # Errors
-    /// [`crate::PoolError::MissingImport`] when one has not been imported; [`crate::PoolError::Driver`]. What was mapped stays until
-    /// the resume is undone.
+    /// [`crate::PoolError::MissingImport`] if one has not been imported; [`crate::PoolError::Driver`]. Imports that
+    /// were mapped stay until the resume is undone.
     ///
     /// # Driver calls
     /// `cuMemMap` and `cuMemSetAccess` for all.
@@ -286,8 +290,8 @@ impl<D: Driver> Returning<D> {
         }
     }
 
-    /// Gives up again all that has come back; saved contents are kept. The process is as before once the first result
-    /// is dropped.
+    /// Releases all restored memory again, and keeps saved contents. The process is as before once the first result is
+    /// dropped.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`], for another try.
@@ -301,27 +305,27 @@ impl<D: Driver> Returning<D> {
         }
     }
 
-    /// Gives nothing up, because the context is lost, and leaves the gate shut.
+    /// Ends it without an undo, because the context is lost. The gate stays shut.
     pub fn abandon(self) {
         self.shut.abandon();
     }
 }
 
 impl<D: Driver> Restored<D> {
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.returning.pool()
     }
 
-    /// Returns the selection of the memory that has come back.
+    /// Returns the selection of the restored memory.
     pub fn selection(&self) -> &Selection {
         &self.returning.selection
     }
 
-    /// Resume 4: the contents on the device are the contents, and saved copies are void; what is not back is set
-    /// aside. The process runs once the first result is dropped. The descriptors are those that nobody will fetch any
-    /// more, and the file, once it is empty: closing takes the driver some 45 us for each of the first and the
-    /// filesystem longer for the other, so the caller lets the application run on first.
+    /// Resume 4: the contents on the device become the current ones, and saved copies are void. Memory that is not
+    /// restored is set aside. The process runs once the first result is dropped. The descriptors are those that nobody
+    /// will fetch any more, and the file, once it is empty. Closing costs the driver some 45 us for each descriptor,
+    /// and the filesystem more for the file. So the caller lets the application run before it closes them.
     #[must_use = "closing the descriptors gives back what they hold"]
     pub fn commit(self) -> (Done<D>, Vec<OwnedFd>) {
         let (pool, rows) = (self.pool(), &*self.returning.rows);
@@ -332,7 +336,7 @@ impl<D: Driver> Restored<D> {
             ledger.rows.retain_copies(rows, for_readers, for_pauses);
             ledger.rows.arrived(rows);
             if let Selection::Staged(_) = self.selection() {
-                // It was paused as a whole, and its importers run on without the other tags too.
+                // The process was paused as a whole, and its importers also run on without the other tags.
                 ledger.rows.owe_all_but(rows);
             }
         }
@@ -358,12 +362,12 @@ impl<D: Driver> Restored<D> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// As [`Still::drop_imports`]; almost always there are none.
+    /// As [`Still::drop_imports`]. Almost always there are none.
     fn drop_stale(&self, stale: &Rows) -> PoolResult<StepLog> {
         if stale.is_empty() { Ok(StepLog::default()) } else { self.drop_imports(stale) }
     }
 
-    /// Undo of all that a resume of `rows` has done.
+    /// Undoes all that a resume of `rows` has done.
     pub(super) fn take_back(&self, rows: &Rows) -> PoolResult<StepLog> {
         let mut log = self.drop_imports(rows)?;
         log.add(self.release_selected(rows)?);
@@ -372,7 +376,7 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Offers the driver once more what it would not take back while the process came to run. For a caller that nobody waits for.
+    /// Retries releases that the driver refused while the process resumed. Call it when nobody waits for the caller.
     ///
     /// # Driver calls
     /// `cuMemRelease`.
@@ -380,8 +384,8 @@ impl<D: Driver> Pool<D> {
         self.deferred.release_again();
     }
 
-    /// The contents on the device are the contents, what is not back with `rows` is set aside, and others are given
-    /// memory again. Returns descriptors that nobody needs.
+    /// Makes the contents on the device the current ones, and sets aside what is not restored with `rows`. Importers
+    /// can get memory again. Returns descriptors that nobody needs.
     pub(super) fn run_again(&self, rows: &Rows) -> Vec<OwnedFd> {
         let garbage = {
             let mut ledger = self.ledger();

@@ -1,5 +1,5 @@
-//! The one way that contents are copied, in a pause or resume and by a pager: between devices and the arena, or through its ring to
-//! and from the file. The arena is locked to look places up alone.
+//! The code that copies contents, for pauses, resumes and pagers: between devices and the arena, or through the arena's
+//! ring to and from the file. The arena is locked only to look up places.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -12,12 +12,12 @@ use crate::journal::StepLog;
 use crate::pool::Pool;
 use crate::store::{Extent, SLOT_BYTES, Slot, nothing_to_write_to};
 
-/// Contents of one allocation, where their device reaches them, and where they lie in a store.
+/// The contents of one allocation: the range where their device accesses them, and their places in a store.
 #[derive(Clone, Debug)]
 pub(crate) struct Transfer {
     pub(crate) device: DeviceOrdinal,
     pub(crate) range: VaRange,
-    /// Parts of `range`, and the place of each.
+    /// The parts of `range`, and the place of each.
     pub(crate) extents: Vec<Extent>,
 }
 
@@ -33,11 +33,11 @@ impl<'a, D: Driver> Copier<'a, D> {
         Self { pool, streams: DeviceStreams::new(&pool.deferred) }
     }
 
-    /// Starts copying between a device and the arena, on the stream of the device that was taken last.
+    /// Starts copies between a device and the arena, on the stream of the device that was taken last.
     ///
     /// # Safety
-    /// The device may reach all of the contents. They stay mapped until the stream is done, and nobody else uses them, or
-    /// their places.
+    /// The device may access all of the contents. They stay mapped until the stream's work has ended, and nobody else
+    /// uses them, or their places.
     pub(crate) unsafe fn start(
         &mut self,
         log: &mut StepLog,
@@ -57,7 +57,7 @@ impl<'a, D: Driver> Copier<'a, D> {
         Ok(())
     }
 
-    /// Starts making parts of the range zero, on the stream of the device that was taken last.
+    /// Starts filling parts of the range with zeros, on the stream of the device that was taken last.
     ///
     /// # Safety
     /// As [`Copier::start`].
@@ -77,15 +77,15 @@ impl<'a, D: Driver> Copier<'a, D> {
     }
 }
 
-// To the file and back: which bytes pass through a slot together.
+// Copies to the file and back: the bytes that pass through a slot together.
 
-/// Neighbours in the file that pass through a slot together.
+/// Adjacent bytes in the file that pass through a slot together.
 #[derive(Debug, PartialEq, Eq)]
 struct Batch {
     device: DeviceOrdinal,
-    /// In the file; at most a slot long.
+    /// The place in the file, at most as long as a slot.
     place: Range<u64>,
-    /// On the device, end to end as in the file.
+    /// The ranges on the device, in the order of the file.
     ranges: Vec<VaRange>,
 }
 
@@ -95,7 +95,7 @@ impl Batch {
     }
 }
 
-/// All of `filed`, once, in the file's order for each device.
+/// Splits all of `filed` into batches, in the file's order for each device.
 fn in_batches(filed: &[&Transfer]) -> Vec<Batch> {
     let mut pieces = Vec::new();
     for transfer in filed {
@@ -131,7 +131,7 @@ fn in_batches(filed: &[&Transfer]) -> Vec<Batch> {
 }
 
 impl<D: Driver> Copier<'_, D> {
-    /// Writes all of `filed` to its places, which are reserved, and waits for that.
+    /// Writes all of `filed` to its places, which are reserved, and waits until it is written.
     ///
     /// # Safety
     /// As [`Copier::start`], until this returns.
@@ -156,7 +156,7 @@ impl<D: Driver> Copier<'_, D> {
         })
     }
 
-    /// Puts all of `filed` back from its places, and waits for that.
+    /// Restores all of `filed` from its places, and waits until it is restored.
     ///
     /// # Safety
     /// As [`Copier::start`], until this returns.
@@ -183,7 +183,7 @@ impl<D: Driver> Copier<'_, D> {
     }
 }
 
-/// Copies a batch between its device and `slot`, and waits for it.
+/// Copies a batch between its device and `slot`, and waits for the copies.
 ///
 /// # Safety
 /// As [`CopyStreams::start`], until this returns.
@@ -203,7 +203,7 @@ unsafe fn pass<D: Driver>(
         // SAFETY: as the caller vouches.
         unsafe { copies.start(way, &part, range) }
     });
-    // Also what was queued before one that failed: the slot is passed on after this.
+    // Also waits for copies queued before one that failed: the slot is passed on after this.
     let finished = copies.finish(stream);
     queued.and(finished)
 }

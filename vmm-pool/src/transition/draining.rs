@@ -1,4 +1,4 @@
-//! The gate shut for a pause, while calls may still be under way and the devices at work.
+//! The state of a pause with a shut gate, while calls may still be under way and devices may have work.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,45 +13,45 @@ use crate::gate::{Passage, WaitingCall};
 use crate::pool::Pool;
 use crate::waits::{Question, Waited, WorkLeft};
 
-/// The longest time that a waiter goes without looking who is inside: calls come out without taking a lock.
+/// The longest interval between two checks for threads inside: calls leave without taking a lock.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// The gate lets nobody in, but for a call each of those who wait ([`Draining::step_all`]). Calls may be under way, and the
-/// devices at work. Dropping it puts the gate where it was.
+/// The gate is shut, except for one call of each waiting thread ([`Draining::step_all`]). Calls may be under way, and
+/// the devices may have work. Dropping this puts the gate back to its mode before.
 #[derive(Debug)]
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Draining<D: Driver> {
-    /// Nobody takes it for a proof before all are out and the devices are idle.
+    /// The shut gate. It becomes a proof only when all threads are out and the devices are idle.
     shut: ShutGate<D>,
-    /// Whether the devices have finished what was launched before somebody was let in last.
+    /// The question whether the devices have finished the work that was launched before the last call was let in.
     question: Option<Question>,
     is_idle: bool,
     waits: usize,
     steps: u64,
-    /// Threads whose work may be what keeps a device busy, by their slots: nothing waits for what they launch next on
-    /// the same streams. None while the devices are idle.
+    /// The slots of threads whose work may keep a device busy. No device waits for what these threads launch next on
+    /// the same streams. Empty while the devices are idle.
     blocked: BTreeSet<u64>,
 }
 
 /// The activity of a process behind its shut gate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Activity {
-    /// Threads inside a call.
+    /// The number of threads inside a call.
     pub inside: usize,
-    /// Places with work left, as far as they were asked: nothing is asked while somebody is inside.
+    /// The places that have work left. Empty while a thread is inside: then no place is asked.
     pub busy: Vec<Waited>,
-    /// Nobody is inside, and no device has work left.
+    /// True if nobody is inside, and no device has work left.
     pub is_idle: bool,
 }
 
-/// Why the devices were not seen to finish. The gate is still shut.
+/// The reason why the devices did not finish in time. The gate is still shut.
 #[derive(Debug, thiserror::Error)]
 pub enum DrainError {
     /// The GPU still had work at the deadline. Much work is queued, or a kernel never ends. The pause was undone, and
     /// the job runs. Pause between two steps, or with a longer `--timeout`.
     #[error("the devices did not finish in time")]
     Deadline {
-        /// The activity that was seen last.
+        /// The last known activity.
         seen: Activity,
     },
     /// Another process of the tenant failed, so this one stopped its wait. The pause was undone. Look at the reason
@@ -62,14 +62,14 @@ pub enum DrainError {
     /// on. Pause again after the capture.
     #[error("{count} stream(s) are being captured")]
     InCapture {
-        /// The number of streams that are seen under capture.
+        /// The number of streams that are known to be under capture.
         count: usize,
     },
     /// The system gave no thread that waits for the GPU. The pause was undone, and the job runs. Raise the limit of
     /// threads (`ulimit -u`).
     #[error("no thread to wait for {place} with: {source}")]
     NoThread {
-        /// The place that was to be waited for.
+        /// The place that needed a thread.
         place: Waited,
         /// The error of the system.
         #[source]
@@ -88,14 +88,14 @@ pub enum DrainError {
 }
 
 impl<D: Driver> Draining<D> {
-    /// Of a gate that was open: all memory is there that is not set aside.
+    /// Makes the value for a gate that was open: all memory is on its devices, except memory that is set aside.
     pub(super) fn new(shut: ShutGate<D>) -> Self {
-        // Whose work is on the devices nobody knows.
+        // Nobody knows which threads' work is on the devices.
         let blocked = shut.pool().gate().threads().into_iter().collect();
         Self { shut, question: None, is_idle: false, waits: 0, steps: 0, blocked }
     }
 
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.shut.pool()
     }
@@ -121,7 +121,7 @@ impl<D: Driver> Draining<D> {
         self.wait_until(deadline, called_off, look, |seen| seen.inside == 0)
     }
 
-    /// Looks again whenever something has changed, until what is seen `is_enough`.
+    /// Checks the activity after each change, until it `is_enough`.
     fn wait_until(
         &mut self,
         deadline: Instant,
@@ -150,13 +150,13 @@ impl<D: Driver> Draining<D> {
         self.steps
     }
 
-    /// Lets each thread that waits make one call. How many there are. Captures are not begun: see
+    /// Lets each waiting thread make one call. Returns how many threads that are. No capture begins: see
     /// [`Draining::wants_capture`].
     pub fn step_all(&mut self) -> usize {
         self.step(|_| true)
     }
 
-    /// Lets the thread that has waited longest of those that are ready make one call; which it is.
+    /// Lets one of the ready threads, the one that has waited longest, make one call. Returns its slot.
     pub fn step_one(&mut self) -> Option<u64> {
         let slot = self.ready().first().map(|call| call.slot)?;
         (self.step(|waiting| waiting == slot) > 0).then_some(slot)
@@ -172,8 +172,9 @@ impl<D: Driver> Draining<D> {
         count
     }
 
-    /// The threads that wait and whose next launch may be what a device waits for, longest first: all, when the devices
-    /// are idle; else those that have launched nothing since they were, or what did not make them busy.
+    /// Returns the waiting threads whose next launch a device may wait for, the longest wait first. If the devices are
+    /// idle, these are all waiting threads. Otherwise they are the threads that have not made the devices busy since
+    /// they were idle.
     pub fn ready(&self) -> Vec<WaitingCall> {
         let waiting = self.pool().gate().waiting().into_iter();
         let is_ready =
@@ -181,7 +182,7 @@ impl<D: Driver> Draining<D> {
         waiting.filter(is_ready).collect()
     }
 
-    /// Notes that the call for which the thread of `slot` was let in has made an idle device busy.
+    /// Records that the call of the thread of `slot`, which was let in, has made an idle device busy.
     pub fn note_blocked(&mut self, slot: u64) {
         self.blocked.insert(slot);
     }
@@ -192,16 +193,15 @@ impl<D: Driver> Draining<D> {
     }
 
     /// Returns the activity of the process. When nobody is inside, the devices are asked whether they are idle: those
-    /// that can reach memory of the pool, and the application's own contexts. Answers immediately;
-    /// [`Draining::wait_for_change`] says when to look again.
-    /// `captures` says how many streams are under capture: it is asked once nobody is inside, so that a capture which
-    /// the last call out has begun is seen.
+    /// that can access memory of the pool, and the application's own contexts. Does not block;
+    /// [`Draining::wait_for_change`] waits for the time to look again. `captures` returns the number of streams under
+    /// capture. It is called once nobody is inside, so that it sees a capture that the last call has begun.
     ///
     /// # Errors
     /// [`DrainError::InCapture`], with no capture disturbed; [`DrainError::NoThread`], [`DrainError::Driver`].
     ///
     /// # Driver calls
-    /// `cuCtxSynchronize` for each, on threads of their own.
+    /// `cuCtxSynchronize` for each, on separate threads.
     pub fn look(&mut self, captures: impl FnOnce() -> usize) -> Result<Activity, DrainError> {
         let inside = self.pool().gate().inside();
         if inside > 0 {
@@ -236,7 +236,7 @@ impl<D: Driver> Draining<D> {
                 self.question = Some(question);
                 Ok(Activity { busy, ..Activity::default() })
             }
-            // One that is older than our part in the process, so that nobody has counted it.
+            // This capture is older than Sublet's work in the process, so nobody has counted it.
             WorkLeft::Failed(_, source) if source.code == DriverCode::STREAM_CAPTURE_IMPLICIT => {
                 Err(DrainError::InCapture { count: 1 })
             }
@@ -244,12 +244,13 @@ impl<D: Driver> Draining<D> {
         }
     }
 
-    /// Waits until a device is idle, or somebody comes out or to the gate, for at most `time`. A message on
-    /// `called_off` ends it. May return early.
+    /// Waits until a device is idle, or a thread comes out or to the gate, for at most `time`. A message on
+    /// `called_off` ends the wait. May return early.
     pub fn wait_for_change(&self, time: Duration, called_off: &Receiver<()>) {
-        // Without a question to the devices nobody answers: who was inside at the last look may be out by now.
+        // Without a question to the devices there is no answer to wait for. Threads inside at the last look may be out
+        // by now.
         if self.question.is_none() || !self.is_clear() {
-            // A missed wake-up costs one look more.
+            // After a missed wake-up, the next look comes in time.
             self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
             return;
         }
@@ -257,7 +258,7 @@ impl<D: Driver> Draining<D> {
         let mut either = Select::new();
         either.recv(ended);
         either.recv(called_off);
-        // The message of who calls it off is for others too.
+        // The message on `called_off` stays there, because others read it too.
         if either.ready_timeout(time).is_ok() {
             let _taken = ended.try_recv();
         }
@@ -268,17 +269,17 @@ impl<D: Driver> Draining<D> {
         self.pool().gate().wait_for_change(time.min(LOOK_EVERY));
     }
 
-    /// Waits until nobody is inside and the devices have nothing left to do. From then on nothing is given to
-    /// importers. A message on `called_off` ends the wait. No stream may be under capture.
+    /// Waits until nobody is inside and the devices have no work left. From then on importers are given nothing. A
+    /// message on `called_off` ends the wait. No stream may be under capture.
     ///
-    /// Each device is waited for on a thread of its own: a wait inside the driver cannot be called off, so at
-    /// `deadline` it is left behind, and ends by itself when the work does.
+    /// Each device has a separate thread that waits for it, because nothing can cancel a wait inside the driver. At
+    /// `deadline` such a wait goes on without a listener, and ends with the work.
     ///
     /// # Errors
-    /// [`DrainError`]. What it was called on comes with it, for another try, or to be dropped.
+    /// [`DrainError`], with the [`Draining`], for another try or to be dropped.
     ///
     /// # Driver calls
-    /// As [`Draining::look`]. How many waits there were since the gate was shut comes with the proof.
+    /// As [`Draining::look`]. The number of waits since the gate was shut is returned with the proof.
     pub fn drain(
         mut self,
         deadline: Instant,
@@ -292,7 +293,7 @@ impl<D: Driver> Draining<D> {
         Ok((Quiesced::of_idle(shut), waits))
     }
 
-    /// The pause comes to nothing.
+    /// Gives the pause up.
     pub fn reopen(self) -> Undone<D> {
         self.shut.reopen()
     }

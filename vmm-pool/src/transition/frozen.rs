@@ -1,8 +1,8 @@
-//! A paused process of which somebody else takes the driver's own state away too: the context leaves the device
-//! (`cuCheckpointProcess*`). A driver call that is made meanwhile waits until the process is brought back.
+//! A paused process, of which another process removes the driver's own state too: the context leaves the device
+//! (`cuCheckpointProcess*`). A driver call waits then until the process is restored.
 //!
-//! So there is nothing to call the driver with: [`Frozen`] has the right to begin a pause or resume, and gives neither that nor the pool
-//! out.
+//! So a frozen process must not call the driver. [`Frozen`] has the right to begin a pause or resume, and gives out
+//! neither that right nor the pool.
 //!
 //! ```
 //! # use std::time::Duration;
@@ -32,7 +32,7 @@ use crate::driver::Driver;
 use crate::journal::StepLog;
 use crate::pool::{Pool, Right};
 
-/// Nothing of the pool calls the driver, from the moment that this is made until [`Frozen::thaw`]. Dropping it leaves that so.
+/// While this lives, the pool does not call the driver. [`Frozen::thaw`] ends that. Dropping it does not.
 #[derive(Debug)]
 #[must_use = "only it brings the pool back"]
 pub struct Frozen<D: Driver> {
@@ -40,7 +40,7 @@ pub struct Frozen<D: Driver> {
     right: Arc<Right>,
 }
 
-/// Why a process was not frozen. It is as it was.
+/// The reason why a process was not frozen. The process is as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotFrozen {
     /// A deep pause needs a process whose memory is away, and here it is not. Nothing was frozen. Run `sublet pause
@@ -62,10 +62,10 @@ pub enum NotFrozen {
 }
 
 impl<D: Driver> Keeper<D> {
-    /// Ends what threads of ours do at the driver, gives the pins of host memory up, which cost the driver more to take along, and keeps all of the pool
-    /// from the driver. Says what that took. Waits at most for `timeout`, for a call under way that pins host
-    /// memory, and as long for calls that ask about work. Application threads that wait at the gate stay there; those that give memory up
-    /// may call the driver still, and wait there.
+    /// Ends the driver calls of Sublet's threads, unpins host memory, and keeps the pool from the driver. Pinned memory
+    /// would cost the driver more to take along. Returns the record of the unpinning. Waits for at most `timeout` for a
+    /// call that pins host memory, and as long for calls that ask about work. Application threads that wait at the gate
+    /// stay there. Threads that give memory up may still call the driver, and wait there.
     ///
     /// # Errors
     /// [`NotFrozen`].
@@ -86,7 +86,7 @@ impl<D: Driver> Keeper<D> {
         }
         // If this panics, threads that ask about work must not wait for ever.
         let mut opens = Opens(Some(self.pool().door()));
-        // Host memory is given back under this lock alone, and looks there whether it may.
+        // Other code gives host memory back only under this lock, and first checks whether it may.
         let log = self.pool().host_memory().set_pinned(false);
         opens.0 = None;
         drop(opens);
@@ -105,7 +105,7 @@ impl Drop for Opens<'_> {
 }
 
 impl<D: Driver> Frozen<D> {
-    /// The driver takes calls again. Says what it took to pin host memory again.
+    /// Lets the pool call the driver again. Returns the record of pinning host memory again.
     pub fn thaw(self) -> (Keeper<D>, StepLog) {
         let Self { pool, right } = self;
         // First: it stays open if what follows panics.

@@ -1,5 +1,5 @@
-//! One chunk of memory with a home out of its device, or back, while the process runs. The states are those of any allocation, and
-//! so are the changes.
+//! Moves one chunk of paged memory off its device, or back, while the process runs. The states and changes are those of
+//! any allocation.
 
 #![expect(unsafe_code, reason = "unmaps and copies through the driver")]
 
@@ -18,10 +18,10 @@ use crate::pool::{Entered, Pool, frame_prop};
 use crate::store::{HostBudget, Pins};
 
 impl<D: Driver> StillChunk<'_, D> {
-    /// Unmaps the chunk, whose contents lie in its place, or are nobody's. Its memory comes out.
+    /// Unmaps the chunk. Its contents are in its place, or nobody needs them. Returns its memory.
     ///
     /// # Errors
-    /// [`PoolError::Driver`]: it is where it was.
+    /// [`PoolError::Driver`]: the chunk is still mapped.
     ///
     /// # Driver calls
     /// `cuMemUnmap`.
@@ -30,9 +30,9 @@ impl<D: Driver> StillChunk<'_, D> {
         Ok(self.pool.ledger().rows.left_home(self.row, has_contents))
     }
 
-    /// Gives the chunk memory and maps it at `aside`, which are addresses of the pager's, so that nobody else's work can touch it while
-    /// it is filled. Its contents are not there yet. [`StillChunk::leave_aside`], [`StillChunk::land`] and [`StillChunk::came`] come
-    /// next, or [`StillChunk::did_not_come`].
+    /// Gives the chunk memory and maps it at `aside`, which are addresses of the pager's. So no other work can touch it
+    /// while it is filled. Its contents are not there yet. [`StillChunk::leave_aside`], [`StillChunk::land`] and
+    /// [`StillChunk::came`] must follow, or [`StillChunk::did_not_come`].
     ///
     /// # Errors
     /// [`PoolError::Driver`]: nothing is mapped at `aside`.
@@ -42,7 +42,7 @@ impl<D: Driver> StillChunk<'_, D> {
     pub fn come(&self, physical: Physical, aside: VaRange) -> PoolResult<()> {
         let spare = self.pool.ledger().rows.returned(self.row, physical);
         if let Some(spare) = spare {
-            // A try of before has left it its own.
+            // An earlier try has left it memory of its own.
             self.give_back(spare);
         }
         let Remount { raw, access, device, .. } = self.remount()?;
@@ -57,10 +57,10 @@ impl<D: Driver> StillChunk<'_, D> {
         set.about(about, aside.size_bytes, device)
     }
 
-    /// Takes the chunk from the addresses where it was filled. No copy of it is under way.
+    /// Unmaps the chunk from the addresses where it was filled. No copy of it may be under way.
     ///
     /// # Errors
-    /// [`PoolError::Driver`]: it is there still.
+    /// [`PoolError::Driver`]: it is still mapped there.
     ///
     /// # Driver calls
     /// `cuMemUnmap`.
@@ -70,7 +70,7 @@ impl<D: Driver> StillChunk<'_, D> {
         unmapped.about(|| format!("chunk at {} for copies", aside.start), aside.size_bytes, None)
     }
 
-    /// Maps the chunk, which has memory.
+    /// Maps the chunk, which has memory, at its home.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
@@ -92,13 +92,13 @@ impl<D: Driver> StillChunk<'_, D> {
         Ok(())
     }
 
-    /// The contents of the chunk are there.
+    /// Records that the contents of the chunk are on its device.
     pub fn came(self) {
         self.pool.ledger().rows.came_home(self.row);
     }
 
-    /// The contents of the chunk do not come: it is away as before, and its memory goes back to the driver. No copy of it
-    /// is under way. What the driver does not unmap is for the next try.
+    /// Ends the move without contents: the chunk is off its device as before, and its memory is released. No copy of it
+    /// may be under way. If the driver refuses to unmap it, the next try does so.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`.
@@ -140,7 +140,7 @@ impl<D: Driver> StillChunk<'_, D> {
 }
 
 impl<D: Driver> Entered<'_, D> {
-    /// Makes memory for a chunk.
+    /// Allocates memory for a chunk.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`], [`PoolError::Driver`].
@@ -155,10 +155,10 @@ impl<D: Driver> Entered<'_, D> {
         Ok(made)
     }
 
-    /// Gives the memory of a chunk back to the driver.
+    /// Releases the memory of a chunk to the driver.
     ///
     /// # Errors
-    /// [`PoolError::Driver`]: it goes at the next pause.
+    /// [`PoolError::Driver`]: the next pause tries again.
     ///
     /// # Driver calls
     /// `cuMemRelease`.
@@ -169,7 +169,7 @@ impl<D: Driver> Entered<'_, D> {
     }
 }
 
-/// The copies between chunks on one device and their places in host memory, on one thread.
+/// Copies between chunks on one device and their places in host memory, on one thread.
 #[derive(Debug)]
 pub struct HomeCopies<'a, D: Driver> {
     copier: Copier<'a, D>,
@@ -177,12 +177,12 @@ pub struct HomeCopies<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> HomeCopies<'a, D> {
-    /// No copy is under way.
+    /// Makes the value, without a copy under way.
     pub fn new(pool: &'a Pool<D>, device: DeviceOrdinal) -> Self {
         Self { copier: Copier::new(pool), device }
     }
 
-    /// The streams of the device, one for each way.
+    /// Returns the streams of the device, one for each direction.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
@@ -193,7 +193,7 @@ impl<'a, D: Driver> HomeCopies<'a, D> {
         self.copier.streams.of(self.device)
     }
 
-    /// Waits for all copies. A wait that failed is tried once more; when that fails too, nothing is unmapped before the next
+    /// Waits for all copies. A failed wait is tried once more. If that fails too, nothing is unmapped before the next
     /// step of the pool has waited.
     ///
     /// # Errors
@@ -202,13 +202,14 @@ impl<'a, D: Driver> HomeCopies<'a, D> {
         self.copier.streams.finish_or_leave()
     }
 
-    /// Begins the copy of the contents of `row` to `aside`, where it is mapped. Was anything copied?
+    /// Starts the copy of the contents of `row` to `aside`, where the chunk is mapped. Returns whether anything is
+    /// copied.
     ///
     /// # Errors
     /// [`PoolError::Driver`].
     ///
     /// # Safety
-    /// It is mapped there until the copy is over, and nobody else uses it, or its place.
+    /// The chunk stays mapped there until the copy has ended, and nobody else uses it, or its place.
     pub unsafe fn start_in(&mut self, row: VirtualHandle, aside: VaRange) -> PoolResult<bool> {
         let saved = {
             let ledger = self.copier.pool.ledger();
@@ -229,15 +230,15 @@ impl<'a, D: Driver> HomeCopies<'a, D> {
         Ok(!transfer.extents.is_empty())
     }
 
-    /// Begins the copy of the contents of `row` to its place, which it gets if it has none and `budget` gives it. That is told how
-    /// much host memory is held, in bytes.
+    /// Starts the copy of the contents of `row` to its place in host memory. Without a place it gets one, if `budget`
+    /// allows that. `budget` gets the size of the host memory that is held, in bytes.
     ///
     /// # Errors
-    /// [`PoolError::OutOfHostMemory`], [`PoolError::HostMemoryRefused`]; [`PoolError::NotOurs`] for what has no home;
+    /// [`PoolError::OutOfHostMemory`], [`PoolError::HostMemoryRefused`]; [`PoolError::NotOurs`] if the row has no home;
     /// [`PoolError::Driver`].
     ///
     /// # Safety
-    /// As [`HomeCopies::start_in`]; nobody writes it until the copy is over.
+    /// As [`HomeCopies::start_in`]; nobody writes to the chunk until the copy has ended.
     pub unsafe fn start_out(
         &mut self,
         row: VirtualHandle,

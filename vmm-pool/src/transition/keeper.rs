@@ -1,7 +1,7 @@
-//! The right to begin a pause or resume: one at a time, from the mode that the gate is in.
+//! The right to begin a pause or resume: one at a time, from the present mode of the gate.
 //!
-//! [`Pool::new`] hands out the one [`Keeper`]. Each beginning consumes it, so there is no second one until the first has
-//! ended:
+//! [`Pool::new`] returns the only [`Keeper`]. Each pause or resume consumes it when it begins, so there is no second
+//! one until the first has ended:
 //!
 //! ```
 //! # use vmm_pool::{Keeper, driver::Driver};
@@ -17,7 +17,8 @@
 //! }
 //! ```
 //!
-//! A process that runs has no memory to create but what is set aside; one whose memory is away has all of it:
+//! A process that runs can only create memory again that is set aside. A process whose memory is off its devices
+//! creates all of it:
 //!
 //! ```
 //! # use vmm_pool::{Aside, Away, FromOffloaded, FromOpen, Shut, driver::Driver};
@@ -33,7 +34,7 @@
 //! }
 //! ```
 //!
-//! Calls that use memory are let in only where all memory is there:
+//! Calls that use memory are let in only if all memory is on its devices:
 //!
 //! ```
 //! # use vmm_pool::{FromOpen, Shut, driver::Driver};
@@ -61,8 +62,8 @@ use crate::gate::{Mode, StillInside};
 use crate::ledger::{Selection, Tags, Whose};
 use crate::pool::{Pool, Right};
 
-/// The right to begin a pause or resume. There is one a pool. What it becomes ends with [`super::Done::end`], which is it
-/// again; whatever is dropped on the way gives it back to the pool ([`Pool::keeper`]).
+/// The right to begin a pause or resume. Each pool has one. The values that it becomes end with [`super::Done::end`],
+/// which returns it. If one of them is dropped, the right goes back to the pool ([`Pool::keeper`]).
 #[derive(Debug)]
 #[must_use = "dropping it gives it back to the pool"]
 pub struct Keeper<D: Driver> {
@@ -70,8 +71,8 @@ pub struct Keeper<D: Driver> {
     right: Arc<Right>,
 }
 
-/// The gate is shut, and no call of the application's is under way. `W` says where the gate was: [`FromOpen`] or
-/// [`FromOffloaded`]. Dropping it puts the gate back there.
+/// The gate is shut, and no call of the application's is under way. `W` is the mode that the gate had before:
+/// [`FromOpen`] or [`FromOffloaded`]. Dropping this puts the gate back to that mode.
 #[derive(Debug)]
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Shut<D: Driver, W: Origin> {
@@ -79,17 +80,17 @@ pub struct Shut<D: Driver, W: Origin> {
     from: PhantomData<W>,
 }
 
-/// The process ran: all memory is there that is not set aside.
+/// The process ran: all memory is on its devices, except memory that is set aside.
 #[derive(Debug)]
 pub enum FromOpen {}
 
-/// All memory was away, and nothing has been launched since.
+/// All memory was off its devices, and nothing has been launched since.
 #[derive(Debug)]
 pub enum FromOffloaded {}
 
-/// [`FromOpen`] or [`FromOffloaded`].
+/// A mode that the gate can have before: [`FromOpen`] or [`FromOffloaded`].
 pub trait Origin: sealed::Sealed {
-    /// The memory that a resume from there can bring back.
+    /// The memory that a resume from this mode can restore.
     type Brings: Into<Selection>;
 }
 
@@ -119,14 +120,14 @@ fn mode<W: sealed::Sealed>() -> Mode {
     if W::IS_OPEN { Mode::Open } else { Mode::Offloaded }
 }
 
-/// A resume by tag of a process that runs: what is set aside of these.
+/// A resume by tag of a process that runs: memory of these tags and owners that is set aside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Aside(pub Tags, pub Whose);
 
-/// A resume of a process whose memory is away.
+/// A resume of a process whose memory is off its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Away {
-    /// Everything but what is set aside.
+    /// Everything except memory that is set aside.
     Whole,
     /// The memory that belongs to no region, and these tags.
     Staged(Tags),
@@ -147,7 +148,7 @@ impl From<Away> for Selection {
     }
 }
 
-/// Why the gate was not shut. It is as it was.
+/// The reason why the gate was not shut. The gate is as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotShut {
     /// Calls did not come out in time.
@@ -170,9 +171,9 @@ impl NotShut {
 }
 
 impl<D: Driver> Pool<D> {
-    /// An empty pool, and the right to pause and resume it. `toucher_threads` is how many threads bring new host memory in;
-    /// with none it comes in as contents are copied there, which is slow, and takes no more than they need. `own_contexts`
-    /// lists the contexts that the application has made for itself: a pause waits for their work too.
+    /// Makes an empty pool, and the right to pause and resume it. `toucher_threads` is the number of threads that
+    /// populate new host memory. With 0, the copies populate it, which is slow and uses no more host memory than they
+    /// need. `own_contexts` lists the contexts that the application has created: a pause waits for their work too.
     pub fn new(
         driver: Arc<D>,
         toucher_threads: usize,
@@ -183,7 +184,7 @@ impl<D: Driver> Pool<D> {
         (Arc::clone(&pool), Keeper { pool, right })
     }
 
-    /// The right to begin a pause or resume, if nobody has it.
+    /// Returns the right to begin a pause or resume, if nobody has it.
     pub fn keeper(self: &Arc<Self>) -> Option<Keeper<D>> {
         self.take_right().map(|right| Keeper { pool: Arc::clone(self), right })
     }
@@ -202,10 +203,10 @@ impl<D: Driver> Keeper<D> {
         (self.pool, self.right)
     }
 
-    /// Shuts the gate of a process that runs for a pause, and waits for nobody.
+    /// Shuts the gate of a process that runs, for a pause. Does not block.
     ///
     /// # Errors
-    /// [`NotShut::Elsewhere`] if it does not run.
+    /// [`NotShut::Elsewhere`] if the process does not run.
     pub fn close(self) -> Result<Draining<D>, Failed<Self, NotShut>> {
         let before = self.pool.gate().close();
         if before != Mode::Open {
@@ -215,12 +216,12 @@ impl<D: Driver> Keeper<D> {
         Ok(Draining::new(self.into_gate(before)))
     }
 
-    /// Shuts the gate for every call of the application's, and waits until those under way are out. The calling thread
-    /// must not be inside.
+    /// Shuts the gate for every call of the application's, and waits until those under way have ended. The calling
+    /// thread must not be inside.
     ///
     /// # Errors
-    /// [`NotShut::Elsewhere`] if the gate is not where `W` says; [`NotShut::StillInside`] at `deadline`, or when
-    /// `called_off` says so.
+    /// [`NotShut::Elsewhere`] if the gate is not in the mode `W`; [`NotShut::StillInside`] at `deadline`, or once
+    /// `called_off` returns true.
     pub fn shut<W: Origin>(
         self,
         deadline: Instant,
@@ -237,8 +238,8 @@ impl<D: Driver> Keeper<D> {
         }
     }
 
-    /// The context of this process is lost, and its memory with it: lets every call through, so that the application
-    /// hears of it from the driver, and ends. There is no way back from that, and no pause or resume any more.
+    /// Opens the gate for good, because the context of this process is lost, and its memory with it. The application
+    /// gets the driver's errors, and ends. No pause or resume is possible any more.
     pub fn let_through_for_good(self) {
         let Self { pool, right } = self;
         let _leaked = ManuallyDrop::new(right);
@@ -251,12 +252,12 @@ impl<D: Driver> Keeper<D> {
 }
 
 impl<D: Driver, W: Origin> Shut<D, W> {
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.gate.pool()
     }
 
-    /// Gives up the pause or resume that was to begin.
+    /// Gives up the pause or resume that was about to begin.
     pub fn reopen(self) -> Undone<D> {
         self.gate.reopen()
     }
@@ -267,14 +268,14 @@ impl<D: Driver, W: Origin> Shut<D, W> {
 }
 
 impl<D: Driver> Shut<D, FromOffloaded> {
-    /// For a pause of the rest: nothing has been launched since the pause before it drained the devices.
+    /// Begins a pause of the rest. The devices are idle: nothing has been launched since the pause before drained them.
     pub fn into_quiesced(self) -> Quiesced<D> {
         Quiesced::of_idle(self.gate)
     }
 }
 
 impl<D: Driver> Shut<D, FromOpen> {
-    /// For a pause: the devices may be at work.
+    /// Begins a pause. The devices may still have work.
     pub fn into_draining(self) -> Draining<D> {
         Draining::new(self.gate)
     }

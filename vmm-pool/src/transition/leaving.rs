@@ -1,13 +1,13 @@
-//! Memory on its way out: prepared, then saved and given back window by window.
+//! The way out of memory: it is prepared, then saved and released window by window.
 //!
 //! ```text
 //!   Quiesced --prepare--> Prepared --depart--> Departing --release--> Done (memory is away)
 //!                                                | ^ release_stage
 //! ```
 //!
-//! There is one way out, with two schedules, of which the caller chooses one ([`Schedule`]). A window is the same save and
-//! release, of the allocations that it picks. A pause is one window, and so is a swap of tenants that fit
-//! together; any other swap gives memory back as fast as the second tenant takes it.
+//! There is one way out, with two schedules ([`Schedule`]), of which the caller chooses one. A window saves and
+//! releases the allocations that it picks. A pause is one window, and so is a swap of tenants that fit together. Any
+//! other swap releases memory as fast as the second tenant allocates it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -26,8 +26,8 @@ use crate::ledger::{After, Layout, Placed, Row, Rows, Selection, StayReason, Sur
 use crate::pool::Pool;
 use crate::store::{Copies, HostArena, HostBudget, Pins, Schedule};
 
-/// The places where all that leaves is saved, by store: host memory and the file. Stages are saved there in whatever
-/// order they come, and again where one has failed.
+/// The places where leaving memory is saved, by store: host memory and the file. Stages are saved there in any order,
+/// and a stage is saved again if it has failed.
 #[derive(Debug, Default)]
 struct LaidOut([(HashMap<VirtualHandle, Placed>, u64); 2]);
 
@@ -38,13 +38,14 @@ impl LaidOut {
         }))
     }
 
-    /// Lists the allocations that go to host memory and are not there yet as they are.
+    /// Lists the allocations that go to host memory, and whose copy there is not current.
     fn changing(&self) -> impl Iterator<Item = VirtualHandle> + '_ {
         let [(kept, _), _] = &self.0;
         kept.values().filter(|placed| !placed.is_same).map(|placed| placed.row)
     }
 
-    /// Counts the bytes of `row` that saving copies. The rest of what is saved is zero, or lies in host memory already.
+    /// Counts the bytes of `row` that saving copies. The rest of the saved contents is zero, or is in host memory
+    /// already.
     fn copied_bytes(&self, row: VirtualHandle) -> u64 {
         let placed = self.0.iter().filter_map(|(placed, _)| placed.get(&row));
         placed.map(Placed::copied_bytes).sum()
@@ -63,8 +64,8 @@ impl LaidOut {
     }
 }
 
-/// Memory of a selection is on its way out: some may be saved and unmapped. Dropping it undoes that, and leaves the
-/// gate shut where the driver refuses.
+/// Memory of a selection is leaving: some of it may be saved and unmapped. Dropping this undoes that. If the driver
+/// refuses, the gate stays shut.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the pause"]
 pub struct Leaving<D: Driver> {
@@ -74,29 +75,29 @@ pub struct Leaving<D: Driver> {
     rows: Arc<Rows>,
 }
 
-/// This process alone can go on, for all that saving takes is held, or all is saved; and it can go back. Dropping it is
-/// going back.
+/// The process can go on without others, because all contents are saved, or all space for them is allocated. It can
+/// also go back: dropping this undoes the pause.
 #[derive(Debug)]
 #[must_use = "dropping it undoes the pause"]
 pub struct Prepared<D: Driver> {
     leaving: Leaving<D>,
-    /// The places of all that is not saved yet.
+    /// The places of all contents that are not saved yet.
     laid_out: LaidOut,
 }
 
-/// Memory of a selection is being given back, and there is no way back but a resume. Dropping it leaves the gate shut, with
-/// what is left on its device.
+/// Memory of a selection is being released, and only a resume can restore it. Dropping this leaves the gate shut, and
+/// the rest of the memory on its device.
 #[derive(Debug)]
 #[must_use = "the pause is not over: what is left holds device memory"]
 pub struct Departing<D: Driver> {
     leaving: Leaving<D>,
     queue: Queue,
     laid_out: LaidOut,
-    /// The memory that has gone in windows that failed, to be told with the next that does not.
+    /// The memory that was released in windows that failed. The next successful window reports it.
     untold: Moved,
 }
 
-/// A pause that came to nothing.
+/// A pause that was undone.
 #[derive(Debug)]
 pub struct Undone<D: Driver> {
     /// The process runs as before once it is dropped.
@@ -108,21 +109,23 @@ pub struct Undone<D: Driver> {
 }
 
 impl<D: Driver> Quiesced<D> {
-    /// Pause 3: prepares `selection` to leave. With [`Schedule::SaveFirst`] it saves what must be kept, and unmaps it and what
-    /// was imported; with [`Schedule::SaveMeanwhile`] it takes the host memory and disk space for that, and moves nothing.
-    /// Every handle is kept, of imports too, so that [`Prepared::undo`] asks nobody. `stays` is what all processes leave in
-    /// place; `copies` says which copies of earlier pauses may stay; `budget` is told how much host memory is held, in bytes,
-    /// and answers how much more may be taken. Where that is too little for the copies, fewer stay.
+    /// Pause 3: prepares `selection` to leave. With [`Schedule::SaveFirst`] it saves all contents that must be kept,
+    /// and unmaps them and the imports. With [`Schedule::SaveMeanwhile`] it allocates the host memory and disk space
+    /// for that, and moves nothing. Every handle is kept, also of imports, so that [`Prepared::undo`] needs no other
+    /// process. `stays` has the allocations that all processes leave in place. `copies` says which copies of earlier
+    /// pauses may stay. `budget` gets the size of the host memory that is held, and returns how much more may be
+    /// allocated, in bytes. If that is too little for the copies, fewer stay.
     ///
     /// # Errors
-    /// [`crate::PoolError::Disowned`], [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before anything is changed;
-    /// [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::FileRefused`] and [`crate::PoolError::Driver`] with everything that is
-    /// still mapped intact. Disk space that was taken for nothing is given back, and host memory down to what the last
-    /// completed pause used: that much will be wanted again, and bringing it in is most of the time of a first pause.
+    /// [`crate::PoolError::Disowned`], [`crate::PoolError::OutOfHostMemory`] and [`crate::PoolError::OutOfDisk`] before
+    /// anything is changed; [`crate::PoolError::HostMemoryRefused`], [`crate::PoolError::FileRefused`] and
+    /// [`crate::PoolError::Driver`], with all that is still mapped intact. Unused disk space is given back, and so is
+    /// host memory beyond what the last completed pause used. That much is needed again, and populating it is most of
+    /// the time of a first pause.
     ///
     /// # Driver calls
-    /// `cuMemHostRegister`. To save: `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap` of imports,
-    /// then of what has been copied; the same for what goes to the file.
+    /// `cuMemHostRegister`. To save: `cuMemcpyDtoHAsync` and `cuStreamSynchronize` in groups; between them `cuMemUnmap`
+    /// of imports, then of memory that has been copied; the same for contents that go to the file.
     pub fn prepare(
         mut self,
         selection: Selection,
@@ -141,7 +144,7 @@ impl<D: Driver> Quiesced<D> {
 }
 
 impl<D: Driver> Leaving<D> {
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.quiesced.pool()
     }
@@ -194,13 +197,13 @@ impl<D: Driver> Leaving<D> {
         }
     }
 
-    /// Puts nothing back, because the context is lost, and leaves the gate shut.
+    /// Ends it without an undo, because the context is lost. The gate stays shut.
     pub fn abandon(self) {
         self.quiesced.into_shut().abandon();
     }
 
-    /// All that leaves is released: when the result is dropped, the process runs on without some tags, or the gate
-    /// admits only calls that give memory up or ask about it.
+    /// Ends the pause, after all memory is released. When the result is dropped, the process runs on without some tags,
+    /// or the gate admits only calls that give memory up or ask about it.
     pub(super) fn into_released(self) -> Done<D> {
         self.pool().ledger().rows.disown_imports(&self.rows);
         let then = match self.selection.after_pause() {
@@ -217,7 +220,7 @@ impl<D: Driver> Leaving<D> {
 }
 
 impl<D: Driver> Prepared<D> {
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.leaving.pool()
     }
@@ -227,14 +230,15 @@ impl<D: Driver> Prepared<D> {
         &self.leaving.selection
     }
 
-    /// Pause 4, the point of no return: memory is given back from here on.
+    /// Pause 4, the point of no return: memory is released from here on.
     pub fn depart(mut self) -> Departing<D> {
         self.leaving.quiesced.shut_mut().stay_shut();
         let Self { leaving, laid_out } = self;
         let mut queue = Queue::default();
         {
             let mut ledger = leaving.pool().ledger();
-            // From here on a copy counts only if nothing of it changes: a stage may write where that of a later one lies.
+            // From here on a copy is valid only if nothing of it changes: a stage may overwrite the copy of a later
+            // stage.
             for row in laid_out.changing() {
                 ledger.rows.forget_copy(row);
             }
@@ -264,7 +268,7 @@ impl<D: Driver> Prepared<D> {
 }
 
 impl<D: Driver> Departing<D> {
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.leaving.pool()
     }
@@ -279,13 +283,13 @@ impl<D: Driver> Departing<D> {
         self.queue.left()
     }
 
-    /// Saves and gives back own memory, of each device as much as copies what `window` says, or one allocation of which more
-    /// is copied; nothing is copied of a device that it does not name. What needs no copy and what was imported goes with
-    /// the first stage.
+    /// Saves and releases own memory. Of each device it copies at most the bytes in `window`, or one larger allocation.
+    /// It copies nothing of a device that `window` does not name. Imports, and memory that needs no copy, leave in the
+    /// first stage.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: what has not gone is on its device, with its contents, and
-    /// another stage or [`Departing::release`] may be tried.
+    /// [`crate::PoolError::Driver`] and [`crate::PoolError::FileRefused`]: memory that has not left is on its device,
+    /// with its contents, and another stage or [`Departing::release`] may be tried.
     ///
     /// # Driver calls
     /// Those of [`Quiesced::prepare`], and `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
@@ -296,13 +300,14 @@ impl<D: Driver> Departing<D> {
         outcome.map(|()| std::mem::take(&mut self.untold))
     }
 
-    /// The end of a pause: saves and gives back all that is left, each part as soon as it is saved or, with
-    /// [`Schedule::SaveFirst`], when all is. If that fails, it goes on with one allocation at a time. What the driver would
-    /// not copy or let go stays on its device with its contents, and is named in the notes. When the first result is
-    /// dropped, the process runs on without some tags, or the gate admits only calls that give memory up or ask about it.
+    /// Ends a pause: saves and releases all memory that is left. Each part is released as soon as it is saved or, with
+    /// [`Schedule::SaveFirst`], once all parts are saved. If that fails, it goes on with one allocation at a time.
+    /// Memory that the driver refuses to copy or to release stays on its device with its contents, and the notes name
+    /// it. When the first result is dropped, the process runs on without some tags, or the gate admits only calls that
+    /// give memory up or ask about it.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] when copies are under way that did not end, or the context is lost.
+    /// [`crate::PoolError::Driver`] if copies are under way that did not end, or if the context is lost.
     ///
     /// # Driver calls
     /// As [`Departing::release_stage`].
@@ -323,13 +328,13 @@ impl<D: Driver> Departing<D> {
         Ok((leaving.into_released(), untold))
     }
 
-    /// Puts nothing back, because the context is lost, and leaves the gate shut.
+    /// Ends it without an undo, because the context is lost. The gate stays shut.
     pub fn abandon(self) {
         self.leaving.abandon();
     }
 
-    /// Gives back all that is left, one allocation at a time. One that cannot go is noted, and not offered again.
-    /// Returns an error if the driver is not sound, with the rest still waiting.
+    /// Releases all memory that is left, one allocation at a time. An allocation that cannot leave is noted, and not
+    /// tried again. Returns an error if the driver is not sound; the other allocations then still wait.
     fn give_back_one_by_one(&mut self) -> PoolResult<()> {
         let mut left = self.pick(|_| Some(u64::MAX)).into_iter();
         let mut stuck: Option<(u64, PoolError)> = None;
@@ -351,12 +356,12 @@ impl<D: Driver> Departing<D> {
         Ok(())
     }
 
-    /// Is the driver sound, and no copy under way, behind this error?
+    /// Is the driver sound, and no copy under way, after this error?
     fn may_go_on(&self, error: &PoolError) -> bool {
         !error.poisons_context() && self.pool().deferred.is_settled()
     }
 
-    /// Saves these, and gives each part back as soon as it is saved, or all behind that.
+    /// Saves these allocations. Releases each part as soon as it is saved, or all parts afterwards.
     fn give_back(&mut self, picked: &[Waiting], schedule: Schedule) -> PoolResult<()> {
         let part = Rows::of(picked.iter().map(|waiting| waiting.row));
         let before = self.resident_of(&part);
@@ -368,7 +373,7 @@ impl<D: Driver> Departing<D> {
         let mut log = StepLog::default();
         let saved = still.save(&mut log, behind, self.laid_out.of(picked));
         let copied_bytes = std::mem::take(&mut log.bytes);
-        // Nothing was kept here where all was saved before.
+        // If all was saved before, nothing was kept here.
         log.kept = log.kept.filter(|_| !self.laid_out.is_empty());
         let outcome = saved.and_then(|()| still.release_some(&part)).map(|done| log.add(done));
         let after = self.resident_of(&part);
@@ -379,7 +384,7 @@ impl<D: Driver> Departing<D> {
         outcome
     }
 
-    /// Takes the allocations of the next window from the queue. They wait no more.
+    /// Takes the allocations of the next window from the queue.
     fn pick(&mut self, window: impl Fn(DeviceOrdinal) -> Option<u64>) -> Vec<Waiting> {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
@@ -390,7 +395,7 @@ impl<D: Driver> Departing<D> {
         picked
     }
 
-    /// Puts those that are still on their device back into the queue, for a further window.
+    /// Puts allocations that are still on their device back into the queue, for a later window.
     fn put_back(&mut self, picked: &[Waiting]) {
         let Self { leaving, queue, .. } = self;
         let ledger = leaving.pool().ledger();
@@ -406,13 +411,13 @@ impl<D: Driver> Departing<D> {
     }
 }
 
-/// Is it on its device, and leaves in a pause of it?
+/// Is the memory on its device, and may a pause release it?
 fn is_to_go(row: &Row) -> bool {
     row.is_resident() && row.can_leave()
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Lays out where `rows` are saved, within `budget`, and takes the disk space for it.
+    /// Assigns places to the contents of `rows`, within `budget`, and reserves the disk space for them.
     fn lay_out(
         &self,
         rows: &Rows,
@@ -435,7 +440,7 @@ impl<D: Driver> Still<'_, D> {
         Ok((log, layouts))
     }
 
-    /// Takes all host memory that saving to `layouts` takes, pinned.
+    /// Allocates and pins all host memory that saving to `layouts` needs.
     fn hold_space(&self, log: &mut StepLog, [kept, filed]: &[Layout; 2]) -> PoolResult<()> {
         let devices = self.pool.holdings().devices();
         let Some(&device) = devices.first() else { return Ok(()) };
@@ -452,7 +457,7 @@ impl<D: Driver> Still<'_, D> {
         if filed.placed.is_empty() { Ok(()) } else { arena.hold_ring(log) }
     }
 
-    /// Nothing is saved where space was taken: gives it back.
+    /// Gives back space that was allocated and in which nothing is saved.
     fn give_space_back(&self) {
         if self.pool.deferred.is_settled() {
             self.pool.host_memory().give_back_by(HostArena::give_back_unused);
@@ -460,8 +465,8 @@ impl<D: Driver> Still<'_, D> {
         drop(self.pool.host_memory().give_disk_back(&mut self.pool.host_memory().arena()));
     }
 
-    /// Undo of [`Still::save`]: own memory and imports are still there, with their contents; they are mapped again,
-    /// and the process goes on as before, where the gate was.
+    /// Undoes [`Still::save`]. Own memory and imports still exist, with their contents. They are mapped again, and the
+    /// process goes on as before, with the gate in its mode before.
     pub(super) fn put_back(
         &self,
         rows: &Rows,

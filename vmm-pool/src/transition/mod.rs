@@ -1,4 +1,4 @@
-//! The steps of a pause and of a resume, and the proofs that they need.
+//! The steps of a pause and of a resume, and the values that prove that a step may run.
 //!
 //! ```text
 //!   pause:   Keeper --close--> Draining --drain--> Quiesced --prepare--> Prepared --depart--> Departing: release_stage
@@ -8,16 +8,17 @@
 //!   either:  Done --end--> Keeper
 //! ```
 //!
-//! Each arrow consumes what is left of it. What is given up on the way is put back: dropping a [`Draining`], a [`Shut`] or a
-//! [`Quiesced`] puts the gate where it was, and a pause or resume under way has an `undo`, which dropping it does too.
-//! All that takes memory from its addresses or from the process is a method of [`still::Still`], which only a drained
-//! process or memory that nothing has touched yet can make. There is one [`Keeper`] a pool, which whatever begins consumes, so
-//! no second pause or resume begins before the first has ended. [`Shut`] says in its type where the gate was: only a process
-//! that ran is drained, and lets calls in ([`Draining::step_all`]); only one whose memory is away has all of it created. Three ways
-//! round that, and why they do not compile, are in `keeper.rs`.
+//! Each arrow consumes the value to its left. Dropping a value undoes its work. Dropping a [`Draining`], a [`Shut`] or
+//! a [`Quiesced`] puts the gate back to its mode before. A pause or resume under way has an `undo`, and dropping it
+//! does the same. Each operation that unmaps or releases memory is a method of [`still::Still`]. Only a drained
+//! process, or memory that nothing has touched yet, can make one. Each pool has one [`Keeper`], which the start of a
+//! pause or resume consumes. So no second pause or resume begins before the first has ended. The type of [`Shut`] has
+//! the mode that the gate had before. Only a process that ran is drained, and lets calls in ([`Draining::step_all`]).
+//! Only for a process whose memory is off its devices is all memory created. `keeper.rs` has three violations of these
+//! rules, and shows that they do not compile.
 //!
-//! The order across processes is the caller's business; each step here leaves ledger and driver in agreement, whether
-//! it succeeds or fails.
+//! The caller decides the order across processes. After each step here the ledger and the driver agree, whether the
+//! step succeeds or fails.
 
 mod coming;
 mod copier;

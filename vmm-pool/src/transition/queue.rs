@@ -1,4 +1,4 @@
-//! The queue of what is still to leave or to come by stages, and the record of a stage. The queue is kept from stage to
+//! The queue of allocations that later stages must move, and the record of a stage. The queue lasts from stage to
 //! stage, so that a stage costs as much as it moves.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -8,29 +8,29 @@ use crate::ids::VirtualHandle;
 use crate::journal::StepLog;
 use crate::ledger::Row;
 
-/// Of those that do not fit into a stage, how many are passed over for later ones that may.
+/// The number of allocations too large for a stage that are skipped, to find later ones that fit.
 const PASSED_OVER_MAX: usize = 64;
 
-/// Bytes by device.
+/// A number of bytes for each device.
 pub type ByDevice = BTreeMap<DeviceOrdinal, u64>;
 
-/// The memory that is still to be moved on one device.
+/// The memory on one device that must still be moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
-    /// All of it.
+    /// All such memory, in bytes.
     pub bytes: u64,
-    /// The smallest allocation.
+    /// The size of the smallest allocation, in bytes.
     pub smallest_bytes: u64,
 }
 
-/// The record of what a window has done.
+/// The record of a window.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
-    /// As of any step; its bytes are those of `bytes`.
+    /// The record, as of any step. Its bytes are those of `bytes`.
     pub log: StepLog,
-    /// Device memory that is gone, or has come.
+    /// The device memory that was released or restored.
     pub bytes: ByDevice,
-    /// Contents copied between devices and the host.
+    /// The contents that were copied between devices and the host, in bytes.
     pub copied_bytes: u64,
 }
 
@@ -48,66 +48,66 @@ impl Moved {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waiting {
     pub(super) row: VirtualHandle,
-    /// None where it takes no room in a stage, and goes with the next one.
+    /// The room that it needs. None if it needs none, and moves with the next stage.
     place: Option<Place>,
-    /// Counts as what is left.
+    /// The device and the size that count as left.
     counts: Option<(DeviceOrdinal, u64)>,
 }
 
-/// The room that an allocation takes in a stage.
+/// The room that an allocation needs in a stage.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     device: DeviceOrdinal,
-    /// Those of rank 0 go first.
+    /// Allocations of rank 0 move first.
     rank: usize,
     bytes: u64,
 }
 
-/// All that wait, in the ledger's order.
+/// All allocations that wait, in the ledger's order.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     unlimited: Vec<Waiting>,
-    /// By rank.
+    /// The allocations that need room, by device and rank.
     by_device: BTreeMap<DeviceOrdinal, [VecDeque<Waiting>; 2]>,
     left: BTreeMap<DeviceOrdinal, Tally>,
 }
 
-/// Sizes of what is left, and how many there are of each.
+/// The sizes of allocations that are left, and the number of each size.
 #[derive(Debug, Default)]
 struct Tally {
     bytes: u64,
     sizes: BTreeMap<u64, usize>,
 }
 
-/// The amount that a stage may take of one device.
+/// The memory that a stage may move on one device.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Allowance {
-    /// So many bytes, and one allocation at least.
+    /// This number of bytes, and at least one allocation.
     AtLeastOne(u64),
-    /// No more than so many bytes.
+    /// No more than this number of bytes.
     AtMost(u64),
 }
 
 impl Waiting {
-    /// Takes no room in a stage.
+    /// Makes an entry that needs no room in a stage.
     pub(super) fn unlimited(row: &Row) -> Self {
         Self { row: row.handle(), place: None, counts: None }
     }
 
-    /// Takes `bytes` of the room that a stage has on its device.
+    /// Makes an entry that needs `bytes` of the room that a stage has on its device.
     pub(super) fn of(row: &Row, rank: usize, bytes: u64) -> Self {
         let place = row.device().map(|device| Place { device, rank, bytes });
         Self { row: row.handle(), place, counts: None }
     }
 
-    /// It is left until its stage has moved it.
+    /// Counts the entry as left until its stage has moved it.
     pub(super) fn counting(self, row: &Row) -> Self {
         Self { counts: row.device().map(|device| (device, row.size_bytes())), ..self }
     }
 }
 
 impl Queue {
-    /// Behind the others.
+    /// Adds an entry behind the others.
     pub(super) fn add(&mut self, waiting: Waiting) {
         self.count(&waiting);
         match waiting.place {
@@ -118,7 +118,7 @@ impl Queue {
         }
     }
 
-    /// Before the others: its stage has not moved it.
+    /// Puts an entry back before the others, because its stage has not moved it.
     pub(super) fn put_back(&mut self, waiting: Waiting) {
         self.count(&waiting);
         match waiting.place {
@@ -152,7 +152,7 @@ impl Queue {
         }
     }
 
-    /// Those that take room first, then those that take none.
+    /// Takes the entries of a stage: those that need room first, then those that need none.
     pub(super) fn take(
         &mut self,
         window: impl Fn(DeviceOrdinal) -> Option<Allowance>,
@@ -191,7 +191,7 @@ impl Queue {
     }
 }
 
-/// Takes what fits from the front, and passes over some that do not.
+/// Takes the entries that fit from the front, and skips some that do not.
 fn take_from(
     queue: &mut VecDeque<Waiting>,
     window: Allowance,

@@ -1,5 +1,5 @@
-//! Memory given back to the driver: the point of no return of a pause, and the undo of a resume. Before that it is taken out of the
-//! driver's page tables, and a resume puts it back there.
+//! Releases memory to the driver: the point of no return of a pause, and the undo of a resume. Before that, memory is
+//! removed from the driver's page tables. A resume maps it there again.
 
 #![expect(unsafe_code, reason = "unmaps and frees through the driver")]
 
@@ -14,22 +14,22 @@ use crate::journal::StepLog;
 use crate::ledger::{Presence, Remount, Row, Rows};
 use crate::store::{Store, Used};
 
-/// The most bytes given back between two groups of copies, in addition to one allocation more. The driver takes a
-/// millisecond and a half for 2 GiB of large allocations, and some 30 us for a small one. Copies take five for a group,
-/// of which two are under way.
+/// The most bytes that are released between two groups of copies, plus one allocation. The driver needs a millisecond
+/// and a half for 2 GiB of large allocations, and some 30 us for a small one. The copies of a group need five
+/// milliseconds, and two groups are under way.
 const BETWEEN_BYTES: u64 = 2 << 30;
-/// The same, in allocations: two groups of the smallest.
+/// The most allocations that are released there: two groups of the smallest.
 const BETWEEN_MOST: usize = 256;
 
-/// Memory is given back while other contents of it are still on their way, behind the point of no return.
+/// Releases memory after the point of no return, while other contents are still being copied.
 #[derive(Debug)]
 pub(super) struct Meanwhile<'a> {
     rows: &'a Rows,
-    /// Has it begun? What was imported has gone then, and what needs no copy is among what is ready.
+    /// True once the release has begun. Then imports are released, and memory that needs no copy is in `ready`.
     has_begun: bool,
-    /// The allocations that can go.
+    /// The allocations that can be released.
     ready: VecDeque<VirtualHandle>,
-    /// The driver has refused something: the rest is for the end.
+    /// True once the driver has refused a release: the rest is released at the end.
     is_refused: bool,
 }
 
@@ -42,7 +42,7 @@ impl<'a> Meanwhile<'a> {
         self.rows
     }
 
-    /// These are saved, and mapped nowhere.
+    /// Records that these rows are saved, and mapped nowhere.
     pub(super) fn are_saved(&mut self, rows: impl Iterator<Item = VirtualHandle>) {
         if self.has_begun {
             self.ready.extend(rows);
@@ -51,8 +51,8 @@ impl<'a> Meanwhile<'a> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Gives some of that back of which nothing is lost: imports, what nobody keeps, and what is saved by now. What the driver refuses
-    /// is left to [`Still::release_selected`], which says so.
+    /// Releases some memory without losing contents: imports, memory that nobody keeps, and memory that is saved by
+    /// now. If the driver refuses, [`Still::release_selected`] tries again, and reports a failure.
     pub(super) fn give_back_meanwhile(&self, log: &mut StepLog, meanwhile: &mut Meanwhile<'_>) {
         let rows = meanwhile.rows;
         if !meanwhile.has_begun {
@@ -80,10 +80,10 @@ impl<D: Driver> Still<'_, D> {
         }
     }
 
-    /// Unmaps and releases what `rows` has of all that was imported from other processes of the tenant.
+    /// Unmaps and releases those of `rows` that were imported from other processes of the tenant.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] for the first that failed; the others are dropped all the same.
+    /// [`crate::PoolError::Driver`] for the first that failed. The others are released all the same.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`.
@@ -98,12 +98,12 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Releases imports, unmaps what is mapped of own memory and releases it, as far as `rows` has them. A block
-    /// that the driver would not let go stays resident, and is named in the notes. One whose contents are nowhere else
-    /// stays: who undoes a resume finds such where a pause had to leave it.
+    /// Releases the imports of `rows`, and unmaps and releases their own memory. A block that the driver refuses to
+    /// release stays resident, and the notes name it. A block stays too if its contents are nowhere else. The undo of a
+    /// resume finds such blocks if a pause had to leave them in place.
     ///
     /// # Errors
-    /// [`crate::PoolError::Driver`] before anything was unmapped, when copies are under way that did not end.
+    /// [`crate::PoolError::Driver`] before anything was unmapped, if copies are under way that did not end.
     ///
     /// # Driver calls
     /// `cuMemUnmap`, `cuMemRelease`, `cuMemPoolTrimTo`.
@@ -113,7 +113,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Says how much host memory and disk space a pause has used, at its end.
+    /// Records how much host memory and disk space a pause has used, at its end.
     pub(super) fn note_used(&self) {
         let mut arena = self.pool.host_memory().arena();
         let ([in_memory, in_file], kept_bytes) = {
@@ -124,7 +124,7 @@ impl<D: Driver> Still<'_, D> {
         arena.used(Used { end_bytes: in_memory, kept_bytes }, in_file > 0);
     }
 
-    /// As [`Still::release_selected`], in a pause of which more is to leave.
+    /// As [`Still::release_selected`], in a pause from which more memory must leave.
     ///
     /// # Errors
     /// As [`Still::release_selected`].
@@ -135,7 +135,7 @@ impl<D: Driver> Still<'_, D> {
         let mut log = StepLog::default();
         self.pool.deferred.settle()?;
         log.timed("unmap own", |log| {
-            // None, unless a step before this one failed half-way.
+            // There are none, unless an earlier step failed half-way.
             self.drop_views(log);
             let ranges = self.pool.ledger().present_mappings(rows, loses_nothing);
             for range in ranges {
@@ -167,7 +167,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Releases what `choose` picks of `rows` and what is nowhere mapped; returns the bytes released.
+    /// Releases those of `rows` that `choose` picks and that are mapped nowhere. Returns the bytes released.
     fn release_unmapped(
         &self,
         log: &mut StepLog,
@@ -178,7 +178,7 @@ impl<D: Driver> Still<'_, D> {
         self.release_all(log, handles)
     }
 
-    /// Releases all of `handles`, whatever happens; returns the bytes released.
+    /// Releases all of `handles`, even if some fail. Returns the bytes released.
     pub(super) fn release_all(&self, log: &mut StepLog, handles: Vec<Physical>) -> u64 {
         let mut bytes = 0;
         for handle in handles {
@@ -194,20 +194,21 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// Is it of another process of the tenant, and leaves in a pause? What is on its way in may always go, as own memory may.
+/// Was it imported from another process of the tenant, and may it leave? Memory that moves in may always leave, as own
+/// memory may.
 pub(super) fn is_import(row: &Row) -> bool {
     !row.is_own() && (row.can_leave() || row.backing().is_coming())
 }
 
-/// May it leave, and are its contents elsewhere, or nobody's? What is on its way in may always go, also if it was pinned while it was
-/// away: nobody has seen that memory yet.
+/// May it leave, and are its contents saved, or kept by nobody? Memory that moves in may always leave, also if it was
+/// pinned while it was off its device: nobody has seen that memory yet.
 fn loses_nothing(row: &Row) -> bool {
     row.backing().is_coming() || row.can_leave() && row.loses_nothing()
 }
 
-// Recorded mappings out of the driver's page tables, and back.
+// Moves recorded mappings out of the driver's page tables, and back.
 impl<D: Driver> Still<'_, D> {
-    /// Takes a mapping out of the driver's page tables and keeps its record.
+    /// Removes a mapping from the driver's page tables and keeps its record.
     pub(super) fn unmap(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
         log.call();
         self.pool.ledger().mappings.begin_leaving(range.start.0);
@@ -224,7 +225,7 @@ impl<D: Driver> Still<'_, D> {
         unmapped
     }
 
-    /// Unmaps what `rows` has of imports, as many as can be; their handles are kept.
+    /// Unmaps the imports among `rows`, as many as possible. Their handles are kept.
     pub(super) fn unmap_imports(&self, log: &mut StepLog, rows: &Rows) -> PoolResult<()> {
         let ranges = self.pool.ledger().present_mappings(rows, is_import);
         let mut first_error = Ok(());
@@ -234,7 +235,7 @@ impl<D: Driver> Still<'_, D> {
         first_error
     }
 
-    /// Maps a recorded mapping again, with the rights it had. After a failure it goes on where it stopped.
+    /// Maps a recorded mapping again, with its old rights. After a failure it goes on with the step that failed.
     fn map_again(&self, log: &mut StepLog, start: u64) -> PoolResult<()> {
         let wanted = self.pool.ledger().to_remount(start)?;
         let Some(Remount { range, raw, access, device, presence }) = wanted else {
@@ -254,7 +255,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Maps an allocation wherever it is recorded and not wholly mapped.
+    /// Maps an allocation again at each recorded place where it is not wholly mapped.
     pub(super) fn map_row_again(&self, log: &mut StepLog, handle: VirtualHandle) -> PoolResult<()> {
         let starts: Vec<u64> = {
             let ledger = self.pool.ledger();
@@ -266,7 +267,7 @@ impl<D: Driver> Still<'_, D> {
         starts.into_iter().try_for_each(|start| self.map_again(log, start))
     }
 
-    /// As [`Still::map_row_again`], of all that `choose` picks of `rows`.
+    /// As [`Still::map_row_again`], for those of `rows` that `choose` picks.
     pub(super) fn map_rows_again(
         &self,
         log: &mut StepLog,
@@ -281,10 +282,11 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-// Views: places made for a copy, of memory that its application has nowhere mapped as the copy needs it. Each is in the ledger from its
-// reservation on, until it is gone, so that a failure on the way leaves nothing that the next step does not find.
+// Views are mappings made for a copy, of memory that the application has not mapped in the way that the copy needs. The
+// ledger has each view from its reservation until it is freed. So the next step finds all views that a failure has
+// left.
 impl<D: Driver> Still<'_, D> {
-    /// A place where `device` may read and write memory that its application has nowhere mapped so.
+    /// Makes a range where `device` may read and write memory that the application has not mapped so.
     pub(super) fn make_view(
         &self,
         log: &mut StepLog,
@@ -309,7 +311,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(range)
     }
 
-    /// Takes a view down. One that the driver keeps stays in the ledger, for [`Still::drop_views`].
+    /// Unmaps and frees a view. If the driver refuses, the view stays in the ledger, for [`Still::drop_views`].
     pub(super) fn drop_view(&self, log: &mut StepLog, range: VaRange) -> PoolResult<()> {
         log.driver_calls += 2;
         // SAFETY: only our own copy used the view, and it is done.
@@ -320,12 +322,12 @@ impl<D: Driver> Still<'_, D> {
             let first = unmapped.err().unwrap_or(error);
             return Err(first).about(|| "view for a copy".to_owned(), range.size_bytes, None);
         }
-        // Addresses are freed only when nothing is mapped there, whatever the call before said.
+        // Addresses are freed only if nothing is mapped there, whatever the call before returned.
         self.pool.ledger().views.remove(range);
         Ok(())
     }
 
-    /// Takes down every view that a step which failed has left. All copies are done.
+    /// Unmaps and frees all views that failed steps have left. No copy may be under way.
     pub(super) fn drop_views(&self, log: &mut StepLog) {
         let views = self.pool.ledger().views.all();
         for range in views {

@@ -1,4 +1,4 @@
-//! Memory created again, contents put back, imports renewed.
+//! Creates memory again, restores contents, and renews imports.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -21,7 +21,7 @@ use crate::pool::{Borrowed, Pool};
 use crate::store::Store;
 use sublet_driver::descriptors::UninheritedFd;
 
-/// Allocations to fetch again from one owner.
+/// The allocations that must be fetched again from one owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImportRequest {
     /// The owner.
@@ -30,30 +30,30 @@ pub struct ImportRequest {
     pub ids: Vec<AllocationId>,
 }
 
-/// Whether memory that comes back must fit into the tenant's budget.
+/// Says whether restored memory must fit into the tenant's budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// It comes by tag, to a process that may have taken other memory meanwhile.
+    /// It must fit: a resume by tag restores it, in a process that may have allocated other memory meanwhile.
     Asked,
-    /// All of it was within the budget when it left, and nothing else can have taken its place but by its application's
-    /// own will.
+    /// It need not fit: all of it was within the budget when it left. Nothing else can have used its share, unless the
+    /// application wanted so.
     Owed,
 }
 
 impl Room {
-    /// For a resume of `selection`.
+    /// Returns the rule for a resume of `selection`.
     pub(super) fn of(selection: &Selection) -> Self {
         if selection.is_by_tag() { Self::Asked } else { Self::Owed }
     }
 }
 
-/// An allocation whose contents come back, and where its device can write them.
+/// An allocation whose contents are restored, and the range where its device can write them.
 struct Target {
     transfer: Transfer,
-    /// The range was made for the copy.
+    /// True if the range was mapped for the copy.
     is_view: bool,
     store: Store,
-    /// The parts that are made zero before the copies.
+    /// The parts that are filled with zeros before the copies.
     zeros: Vec<Range<u64>>,
 }
 
@@ -112,7 +112,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(log)
     }
 
-    /// Takes room in the tenant's budget for all of `wanted`.
+    /// Charges all of `wanted` to the tenant's budget.
     fn take_room(
         &self,
         room: Room,
@@ -149,7 +149,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Own memory of `rows` that is not on its device.
+    /// Returns the own memory of `rows` that is not on its device, in bytes.
     fn missing_bytes(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, u64> {
         self.pool.ledger().rows.own_bytes(rows, |row| !row.is_resident())
     }
@@ -162,8 +162,8 @@ impl<D: Driver> Still<'_, D> {
         PoolError::OutOfDeviceMemory { device, needed_bytes, free_bytes }
     }
 
-    /// Maps `part` at its old addresses and puts contents back. Meanwhile it exports what peers had imported of all that comes, if
-    /// that is given, as far as so many descriptors go.
+    /// Maps `part` at its old addresses and restores its contents. With a number of descriptors, it meanwhile exports
+    /// restored memory that peers had imported, up to that number.
     pub(super) fn restore_own(
         &self,
         part: &Rows,
@@ -199,7 +199,7 @@ impl<D: Driver> Still<'_, D> {
                 let Some((exported, exports_max)) = exports else { return Ok(()) };
                 log.timed("export", |log| self.export_again(log, exported, exports_max))
             });
-        // Every device is waited for, whatever the others say: nothing may be unmapped under a copy.
+        // Waits for every device, even if another failed: nothing may be unmapped during a copy.
         let finished = log.timed("wait for copies", |_| copier.streams.finish_or_leave());
         let outcome = outcome.and(finished);
         self.pool.copied.add(queued_bytes);
@@ -209,7 +209,7 @@ impl<D: Driver> Still<'_, D> {
         outcome.map(|()| log)
     }
 
-    /// Finds or makes the place where saved contents of an allocation go back to. Returns `None` when it has none.
+    /// Finds or makes the range where an allocation's saved contents are written. Returns `None` if it has none.
     fn target_of(
         &self,
         log: &mut StepLog,
@@ -234,7 +234,7 @@ impl<D: Driver> Still<'_, D> {
             (None, Some(raw)) => (self.make_view(log, raw, size_bytes, device)?, true),
             (None, None) => return Ok(None),
         };
-        // Copies come behind on the same stream, so that one fill will do. What comes from a file takes another.
+        // Copies follow on the same stream, so one fill is enough. Contents of the file use another stream.
         let zeros = match (zeros.as_slice(), store) {
             ([first, .., last], Store::Host) => {
                 let all = Range { start: first.start, end: last.end };
@@ -248,7 +248,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(Some(target))
     }
 
-    /// Makes zeros and starts copies from the arena.
+    /// Fills parts with zeros and starts copies from the arena.
     fn restore_from_memory(
         &self,
         log: &mut StepLog,
@@ -269,7 +269,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Makes zeros, and then reads the file, of all `targets` together.
+    /// Fills parts of all `targets` with zeros, and then reads the file.
     fn restore_from_file(
         &self,
         log: &mut StepLog,
@@ -294,7 +294,7 @@ impl<D: Driver> Still<'_, D> {
         views.try_for_each(|target| self.drop_view(log, target.transfer.range))
     }
 
-    /// Descriptors for what others imported before of `rows`, in one batch.
+    /// Makes descriptors for those of `rows` that others imported before, in one batch.
     pub(super) fn export_again(
         &self,
         log: &mut StepLog,
@@ -329,7 +329,7 @@ impl<D: Driver> Still<'_, D> {
             });
             absent.map(|row| (row.handle(), row.id(), row.size_bytes(), row.device())).collect()
         };
-        // Several rows may be of one allocation. Each is under its lease.
+        // Several rows may be of one allocation. Each has its lease.
         let mut leases = HashMap::new();
         log.timed("import", |log| {
             for &(row, id, size_bytes, device) in &wanted {
@@ -370,7 +370,7 @@ impl<D: Driver> Still<'_, D> {
 }
 
 impl<D: Driver> Pool<D> {
-    /// Lists the allocations that must be fetched before `rows` are all there, by owner, in the ledger's order.
+    /// Lists the allocations that must be fetched to complete `rows`, by owner, in the ledger's order.
     pub(super) fn import_requests(&self, rows: &Rows) -> Vec<ImportRequest> {
         let ledger = self.ledger();
         let mut by_owner: BTreeMap<PeerId, Vec<AllocationId>> = BTreeMap::new();

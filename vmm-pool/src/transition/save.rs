@@ -1,4 +1,4 @@
-//! Saving: contents to the host or the disk, behind which everything is unmapped.
+//! Saves contents to host memory or the disk, and then unmaps their memory.
 
 #![expect(unsafe_code, reason = "starts copies through the driver")]
 
@@ -20,23 +20,23 @@ use crate::store::{Copies, HostArena, HostBudget, Pins, Saved};
 pub(super) struct Item {
     row: VirtualHandle,
     saved: Saved,
-    /// The part that is copied, from one of the row's own mappings, or a view made for the copy.
+    /// The extents that are copied, from one of the row's own mappings, or from a view made for the copy.
     transfer: Transfer,
     copied_bytes: u64,
     view: bool,
 }
 
 impl Item {
-    /// Returns the end of the last of its copies in the arena, in bytes.
+    /// Returns the end of its last copy in the arena, in bytes.
     fn end_bytes(&self) -> u64 {
         self.transfer.extents.iter().map(|extent| extent.place().end).max().unwrap_or(0)
     }
 }
 
-/// The allocations that a pause saves, by where they go.
+/// The allocations that a pause saves, by destination.
 #[derive(Debug, Default)]
 struct Plan {
-    /// Of which nothing is copied.
+    /// The allocations of which nothing is copied.
     as_is: Vec<Item>,
     groups: Vec<Group>,
     to_file: Vec<Item>,
@@ -44,18 +44,18 @@ struct Plan {
 }
 
 impl Plan {
-    /// Those that are copied.
+    /// Returns the allocations that are copied.
     fn items(&self) -> impl Iterator<Item = &Item> {
         self.groups.iter().flat_map(|group| &group.items).chain(&self.to_file)
     }
 }
 
-/// The treatment of memory whose contents are saved, while other contents are still on their way.
+/// The treatment of memory whose contents are saved, while other contents are still being copied.
 #[derive(Debug)]
 pub(super) enum Behind<'a> {
-    /// It is unmapped and stays: for an undo, or until all is saved.
+    /// The memory is unmapped and kept, for an undo, or until all is saved.
     Keeps(&'a Rows),
-    /// It is given back, behind the point of no return.
+    /// The memory is released, after the point of no return.
     GivesBack(Meanwhile<'a>),
 }
 
@@ -68,14 +68,14 @@ impl<'a> Behind<'a> {
     }
 }
 
-/// Neighbours on one device that are copied together.
+/// Adjacent allocations on one device that are copied together.
 #[derive(Debug)]
 struct Group {
     device: DeviceOrdinal,
     items: Vec<Item>,
 }
 
-/// Neighbours of one device in groups, devices in turn.
+/// Makes groups of adjacent allocations of one device, and alternates between devices.
 fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
     let mut by_device: BTreeMap<DeviceOrdinal, (Vec<Group>, u64)> = BTreeMap::new();
     for item in items {
@@ -102,8 +102,8 @@ fn in_groups(items: Vec<Item>, group_bytes: u64) -> Vec<Group> {
 }
 
 impl<D: Driver> Still<'_, D> {
-    /// Saves to where it is laid out, within disk space that is taken; host memory that is missing is made during the copies.
-    /// The bytes of `log` are those that it has copied, also if it fails.
+    /// Saves contents to their places in the layouts. Disk space for them is reserved already. Missing host memory is
+    /// populated during the copies. The bytes of `log` are those that it has copied, also if it fails.
     pub(super) fn save(
         &self,
         log: &mut StepLog,
@@ -112,7 +112,7 @@ impl<D: Driver> Still<'_, D> {
     ) -> PoolResult<()> {
         self.pool.deferred.settle()?;
         let mut copier = Copier::new(self.pool);
-        // From here on a copy counts only if nothing of it changes.
+        // From here on a copy is valid only if nothing of it changes.
         self.pool.ledger().rows.forget_copies(&kept);
         let end_bytes = kept.end_bytes;
         let planned = log.timed("plan", |log| {
@@ -131,7 +131,7 @@ impl<D: Driver> Still<'_, D> {
             Ok(plan.kept)
         });
         if outcome.is_err() {
-            // Copies may still be reading; nothing may be unmapped or reused before they are done.
+            // Copies may still read: nothing may be unmapped or reused before they have ended.
             if let Err(error) = copier.streams.finish_or_leave() {
                 tracing::error!(%error, "copies did not finish after a failed save");
             }
@@ -144,8 +144,8 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Places for all, in host memory and in the file, with as many of `copies` as there is room for. The others are
-    /// given up; a note says so once.
+    /// Returns places for all contents, in host memory and in the file. Keeps as many of `copies` as there is room for.
+    /// The others are given up, and a note says so once.
     pub(super) fn layouts_within(
         &self,
         arena: &HostArena<D>,
@@ -177,7 +177,7 @@ impl<D: Driver> Still<'_, D> {
         fits.map(|()| Default::default())
     }
 
-    /// Writes to the file what goes there, then unmaps it.
+    /// Writes contents to the file, then unmaps their memory.
     fn save_to_file(
         &self,
         log: &mut StepLog,
@@ -194,7 +194,7 @@ impl<D: Driver> Still<'_, D> {
         log.timed("unmap saved", |log| self.retire(log, items))
     }
 
-    /// Copies to the arena what goes there, group by group, and unmaps what is copied while others are on their way.
+    /// Copies contents to the arena, group by group, and unmaps memory that is copied while other copies run.
     fn save_to_memory(
         &self,
         log: &mut StepLog,
@@ -203,12 +203,12 @@ impl<D: Driver> Still<'_, D> {
         plan: &Plan,
     ) -> PoolResult<()> {
         let rows = behind.rows();
-        // Also where this pause is of one of several devices only: the memory is there for the next one too.
+        // Pinned for all devices, even if this pause is of one of them: the next pause uses this host memory too.
         let pins = Pins::of(&self.pool.holdings().devices());
         if !plan.groups.is_empty() {
             self.pool.host_memory().arena().pin_again(log, pins)?;
         }
-        // Two groups may be in flight on a device; when the third is queued the first is done.
+        // Two groups may be under way on a device. When the third is queued, the first has ended.
         let mut in_flight: BTreeMap<DeviceOrdinal, VecDeque<&Group>> = BTreeMap::new();
         for (number, group) in plan.groups.iter().enumerate() {
             let copies = copier.streams.of(group.device)?;
@@ -245,7 +245,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// All of `group` is copied.
+    /// Records that all of `group` is copied, and unmaps it.
     fn leave_behind(
         &self,
         log: &mut StepLog,
@@ -266,7 +266,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Unmaps the memory that no copy reads: imports, and what is saved as it is.
+    /// Unmaps the memory that no copy reads: imports, and memory whose copy is current already.
     fn unmap_uncopied(&self, log: &mut StepLog, rows: &Rows, plan: &Plan) -> PoolResult<()> {
         log.timed("unmap imports", |log| self.unmap_imports(log, rows))?;
         if plan.as_is.is_empty() {
@@ -311,7 +311,7 @@ impl<D: Driver> Still<'_, D> {
         Ok(plan)
     }
 
-    /// All that `layout` has a place for, each where its device can read it.
+    /// Returns all allocations that `layout` has a place for, each with a range where its device can read it.
     fn plan_items(&self, log: &mut StepLog, layout: Layout) -> PoolResult<Vec<Item>> {
         let mut items = Vec::with_capacity(layout.placed.len());
         for placed in layout.placed {
@@ -325,7 +325,7 @@ impl<D: Driver> Still<'_, D> {
             let copied_bytes = placed.copied_bytes();
             let (range, view) = match (readable, raw) {
                 (Some(range), _) => (range, false),
-                // Nobody reads it.
+                // No copy reads it.
                 (None, _) if copied_bytes == 0 => {
                     (VaRange::new(DeviceAddress(0), size_bytes), false)
                 }

@@ -1,4 +1,4 @@
-//! The gate shut, and the devices drained: the proofs that a pause begins with. Each gives a [`Still`], the proof that nothing of the
+//! The states of a pause with a shut gate and drained devices. Each gives a [`Still`], the proof that no work of the
 //! application's touches the memory that a step moves.
 
 use std::sync::Arc;
@@ -14,11 +14,12 @@ use crate::ledger::{Row, Rows, Selection, Survey};
 use crate::pool::{Entered, Pool, Right};
 use crate::store::HostDemand;
 
-/// The gate is shut, and what has begun behind it is not over. Dropping it undoes that and puts the gate where it was.
+/// The gate is shut, and a step behind it has not ended. Dropping this undoes the step, and puts the gate back to its
+/// mode before.
 #[derive(Debug)]
 pub(super) struct ShutGate<D: Driver> {
     pool: Arc<Pool<D>>,
-    /// Nothing else begins meanwhile.
+    /// The right: no other pause or resume begins meanwhile.
     right: Arc<Right>,
     /// The mode of the gate before.
     before: Mode,
@@ -28,25 +29,25 @@ pub(super) struct ShutGate<D: Driver> {
 /// The effect of dropping a proof.
 #[derive(Debug)]
 enum OnDrop {
-    /// Puts the gate there.
+    /// Sets the gate to this mode.
     Set(Mode),
-    /// Undoes the pause of these, then puts the gate where it was.
+    /// Undoes the pause of these rows, then puts the gate back to its mode before.
     UndoPause(Arc<Rows>),
-    /// Undoes the resume of these, then puts the gate where it was.
+    /// Undoes the resume of these rows, then puts the gate back to its mode before.
     UndoResume(Arc<Rows>),
 }
 
-/// The gate is shut, and the devices have nothing left to do. Dropping it puts the gate where it was.
+/// The gate is shut, and the devices have no work left. Dropping this puts the gate back to its mode before.
 #[derive(Debug)]
 #[must_use = "dropping it puts the gate where it was"]
 pub struct Quiesced<D: Driver> {
     shut: ShutGate<D>,
-    /// The survey of the contents since the devices were idle.
+    /// The fingerprints of contents, read since the devices were idle.
     survey: Survey,
 }
 
-/// A pause or resume is over, or undone. The gate goes where that has led at [`Done::end`], or when this is dropped, so
-/// that its holder can tell others first.
+/// A pause or resume that has ended, or is undone. The gate gets its new mode at [`Done::end`], or when this is
+/// dropped. So the holder can inform others first.
 #[derive(Debug)]
 #[must_use = "the process goes on when it is dropped"]
 pub struct Done<D: Driver> {
@@ -54,7 +55,7 @@ pub struct Done<D: Driver> {
 }
 
 impl<D: Driver> Done<D> {
-    /// The process goes on, and the next pause or resume may begin.
+    /// Sets the gate: the process goes on, and the next pause or resume may begin.
     pub fn end(self) -> Keeper<D> {
         let ShutGate { pool, right, .. } = &self.shut;
         let keeper = Keeper::new(Arc::clone(pool), Arc::clone(right));
@@ -63,12 +64,12 @@ impl<D: Driver> Done<D> {
     }
 }
 
-/// A step that was not done, with what it had to begin with, as the failure has left that.
+/// A step that has failed, with the value that it consumed, in the state after the failure.
 #[derive(Debug)]
 pub struct Failed<P, E = PoolError> {
-    /// For another try, or to be undone.
+    /// The value, for another try or an undo.
     pub state: Box<P>,
-    /// Why.
+    /// The reason.
     pub error: E,
 }
 
@@ -84,12 +85,13 @@ impl<D: Driver> Drop for ShutGate<D> {
             OnDrop::Set(mode) if *mode != Mode::Open || self.pool.deferred.is_settled() => {
                 return self.set(*mode);
             }
-            // Whatever has failed may fail again here, and that would end the process. Its calls stay held back.
+            // The step that has failed may fail again here, and a second panic would end the process. Its calls stay
+            // blocked.
             _ if std::thread::panicking() => return,
-            // The application may unmap what a look at its contents still reads.
+            // The application may unmap memory that a survey still reads.
             OnDrop::Set(mode) => {
                 let settled = self.pool.deferred.settle();
-                // A lost context reads nothing any more, and the application is to hear of it.
+                // A lost context reads nothing any more, and the application must get the driver's error.
                 let is_lost = settled.as_ref().is_err_and(PoolError::poisons_context);
                 (if is_lost { Ok(()) } else { settled }, *mode)
             }
@@ -111,12 +113,12 @@ impl<D: Driver> Drop for ShutGate<D> {
 }
 
 impl<D: Driver> ShutGate<D> {
-    /// Of a gate that was at `before`.
+    /// Makes the value for a gate that had the mode `before`.
     pub(super) fn new(pool: Arc<Pool<D>>, right: Arc<Right>, before: Mode) -> Self {
         Self { pool, right, before, on_drop: OnDrop::Set(before) }
     }
 
-    /// The memory that it is about.
+    /// Returns the pool.
     pub(super) fn pool(&self) -> &Arc<Pool<D>> {
         &self.pool
     }
@@ -126,13 +128,13 @@ impl<D: Driver> ShutGate<D> {
         self.before
     }
 
-    /// The pause comes to nothing.
+    /// Gives the pause up.
     pub(super) fn reopen(self) -> Undone<D> {
         Undone { done: self.end_as_before(), log: StepLog::default(), spare: Vec::new() }
     }
 
     fn set(&self, mode: Mode) {
-        // Nobody waits for devices during calls of the application's.
+        // No thread of Sublet's may wait for devices during calls of the application's.
         self.pool.waits().forget();
         self.pool.copied.begin(0);
         if mode == Mode::Open {
@@ -142,56 +144,56 @@ impl<D: Driver> ShutGate<D> {
         self.pool.gate().set(mode);
     }
 
-    /// Chooses what a pause of `selection` moves. From here on, dropping it undoes that.
+    /// Chooses the rows that a pause of `selection` moves. From here on, dropping this value undoes that pause.
     pub(super) fn begin_pause(&mut self, selection: &Selection) -> Arc<Rows> {
         let rows = Arc::new(self.pool.ledger().rows.choose(selection));
         self.on_drop = OnDrop::UndoPause(Arc::clone(&rows));
         rows
     }
 
-    /// From here on, dropping it undoes a resume of `rows`.
+    /// From here on, dropping this value undoes a resume of `rows`.
     pub(super) fn begin_resume(&mut self, rows: Arc<Rows>) {
         self.on_drop = OnDrop::UndoResume(rows);
     }
 
-    /// From here on there is no way back: dropping it leaves the gate shut.
+    /// From here on no undo is possible: dropping this value leaves the gate shut.
     pub(super) fn stay_shut(&mut self) {
         self.on_drop = OnDrop::Set(Mode::Shut);
     }
 
-    /// The gate goes there when the result is dropped.
+    /// Ends the pause or resume. The gate gets `mode` when the result is dropped.
     pub(super) fn end_in(mut self, mode: Mode) -> Done<D> {
         self.on_drop = OnDrop::Set(mode);
         Done { shut: self }
     }
 
-    /// Ends a pause or resume that is undone. The gate goes where it was when the result is dropped.
+    /// Ends a pause or resume that is undone. The gate gets its mode before when the result is dropped.
     pub(super) fn end_as_before(self) -> Done<D> {
         let before = self.before;
         self.end_in(before)
     }
 
-    /// Nothing is put back, and the gate stays shut.
+    /// Ends it without an undo: the gate stays shut.
     pub(super) fn abandon(mut self) {
         self.stay_shut();
     }
 }
 
 impl<D: Driver> Quiesced<D> {
-    /// Nobody is inside, and the devices are idle. From here on nothing is given to importers.
+    /// Makes the value once nobody is inside and the devices are idle. From here on importers are given nothing.
     pub(super) fn of_idle(shut: ShutGate<D>) -> Self {
         shut.pool.holdings().freeze();
         Self { shut, survey: Survey::default() }
     }
 
-    /// The memory that it is about.
+    /// Returns the pool.
     pub fn pool(&self) -> &Arc<Pool<D>> {
         self.shut.pool()
     }
 
-    /// Parts of own memory whose contents nobody needs: unless the process touches them first, the next save gives
-    /// them up. Marks of before are void. Ranges of other memory are passed over. It must be asked behind the gate: a
-    /// thread could take such memory into use before. So is what a pause of `selection` by tag gives up
+    /// Marks parts of own memory whose contents nobody needs. The next save gives them up, unless the process touches
+    /// them first. Earlier marks are void. Ranges of other memory are skipped. Call it behind the gate: before, a
+    /// thread could begin to use such memory. Memory that a pause of `selection` by tag gives up is marked too
     /// ([`Contents::DiscardByTag`](crate::Contents::DiscardByTag)).
     pub fn mark_unused(&self, ranges: &[VaRange], selection: &Selection) {
         let mut ledger = self.pool().ledger();
@@ -199,10 +201,10 @@ impl<D: Driver> Quiesced<D> {
         ledger.rows.give_up_by_tag(selection);
     }
 
-    /// Has the devices tell what the kept contents of `selection` are, piece by piece, so that what is zero, or as in
-    /// the copy of the last pause, is not copied, and takes no host memory ([`crate::CopyPolicy::detect_changes`]). It must be
-    /// asked when the devices of all processes that may hold the memory are idle. What a device will not tell is saved as
-    /// a whole, which the notes say once.
+    /// Reads fingerprints of the kept contents of `selection` on the devices, piece by piece. A piece that is zero, or
+    /// that equals the copy of the last pause, is not copied, and needs no host memory
+    /// ([`crate::CopyPolicy::detect_changes`]). Call it when the devices of all processes that may hold the memory are
+    /// idle. If a device refuses, its contents are saved as a whole, and a note says so once.
     ///
     /// # Driver calls
     /// `cuMemHostRegister`, `cuStreamCreate`, `cuLaunchKernel` once a device, `cuStreamSynchronize`; the first time also
@@ -214,7 +216,8 @@ impl<D: Driver> Quiesced<D> {
         log
     }
 
-    /// Host memory that a pause of `selection` takes now, with what is saved there already, by what has been seen of it.
+    /// Returns the host memory that a pause of `selection` needs now, including contents that are saved already. Uses
+    /// the survey.
     pub fn host_demand(&self, selection: &Selection) -> HostDemand {
         self.pool().host_memory().demand_of(selection, &self.survey)
     }
@@ -223,13 +226,13 @@ impl<D: Driver> Quiesced<D> {
         &self.survey
     }
 
-    /// The pause comes to nothing.
+    /// Gives the pause up.
     ///
     /// # Errors
-    /// [`PoolError::Driver`], for another try: devices may still be looking at contents that the application may unmap.
+    /// [`PoolError::Driver`], for another try: devices may still be reading contents that the application may unmap.
     ///
     /// # Driver calls
-    /// `cuCtxSynchronize` of a device whose work was not seen to end.
+    /// `cuCtxSynchronize` of a device whose work may not have ended.
     pub fn reopen(self) -> Result<Undone<D>, Failed<Self>> {
         match self.pool().deferred.settle() {
             Ok(()) => Ok(self.shut.reopen()),
@@ -250,20 +253,20 @@ impl<D: Driver> Quiesced<D> {
     }
 }
 
-/// While it lives, no call of the application's is under way, and no work of its on a device can touch the memory
-/// that is moved. It covers all memory of the process. That of a part is a [`StillChunk`].
+/// The proof that nothing of the application's can touch the memory that is moved: no call is under way, and no work on
+/// a device can. It covers all memory of the process. A [`StillChunk`] is the proof for a part.
 pub(super) struct Still<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
 }
 
 impl<'a, D: Driver> Still<'a, D> {
-    /// The gate is shut, and the devices have nothing left to do.
+    /// Makes a proof from a shut gate and idle devices.
     pub(super) fn drained(quiesced: &'a Quiesced<D>) -> Self {
         Self { pool: quiesced.pool() }
     }
 
-    /// The gate has been shut since before the memory came back, so that nothing has been launched that knows it. For
-    /// steps that touch no other memory.
+    /// Makes a proof for restored memory: the gate has been shut since before it was restored, so no launched work
+    /// knows it. The proof is for steps that touch no other memory.
     pub(super) fn not_touched_yet(shut: &'a ShutGate<D>) -> Self {
         Self { pool: shut.pool() }
     }
@@ -274,8 +277,9 @@ impl<'a, D: Driver> Still<'a, D> {
     }
 }
 
-/// The proof that nothing of the application's touches one chunk of memory with a home, while the process runs. No pause or resume moves it meanwhile: its maker is past the
-/// gate. Its methods are about this chunk alone.
+/// The proof that no work of the application's touches one chunk of paged memory, while the process runs. No pause or
+/// resume moves the chunk meanwhile, because the maker of the proof is past the gate. The methods work on this chunk
+/// alone.
 #[derive(Debug)]
 pub struct StillChunk<'a, D: Driver> {
     pub(super) pool: &'a Pool<D>,
@@ -285,9 +289,9 @@ pub struct StillChunk<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> StillChunk<'a, D> {
-    /// Asks the driver whether every use of the chunk is over: `uses` are the events behind each of them and behind
-    /// copies of it, on every stream. The caller gives the chunk to nobody before this is dropped. `None` if one is not
-    /// over, or if it is no chunk on its device.
+    /// Asks the driver whether every use of the chunk is over. `uses` are the events behind each use and each copy of
+    /// it, on every stream. The caller lets nobody use the chunk before this is dropped. `None` if a use is not over,
+    /// or if this is no chunk on its device.
     ///
     /// # Errors
     /// [`crate::PoolError::Driver`].
@@ -310,7 +314,7 @@ impl<'a, D: Driver> StillChunk<'a, D> {
         Ok(range.map(|range| Self { pool, row, range }))
     }
 
-    /// Of a chunk that is away, so that nothing can touch it. `None` if it is not.
+    /// Makes a proof for a chunk that is off its device, so that nothing can touch it. `None` if it is on its device.
     pub fn away(entered: &'a Entered<'_, D>, row: VirtualHandle) -> Option<Self> {
         let pool = entered.pool;
         let range = pool.ledger().home_of(row, Row::is_set_aside)?;

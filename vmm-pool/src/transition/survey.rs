@@ -1,4 +1,4 @@
-//! The survey that the devices make of the contents that a pause keeps, before anything is copied.
+//! The survey: the devices compute fingerprints of the contents that a pause keeps, before anything is copied.
 
 #![expect(unsafe_code, reason = "has devices read memory, and starts copies through the driver")]
 
@@ -17,7 +17,7 @@ use crate::journal::StepLog;
 use crate::ledger::{Row, Rows, Survey};
 use crate::store::{Pinned, Prints};
 
-/// An allocation to look at, where its device reads it.
+/// An allocation to read, and the range where its device can read it.
 #[derive(Clone, Copy, Debug)]
 struct Looked {
     row: VirtualHandle,
@@ -65,8 +65,8 @@ impl<D: Driver> Still<'_, D> {
         (survey, log)
     }
 
-    /// Lists the allocations that are saved, by device, each where a kernel may read it. One without such a place is
-    /// saved as a whole.
+    /// Lists the allocations that are saved, by device, each with a range where a kernel may read it. An allocation
+    /// without such a range is saved as a whole.
     fn to_look_at(&self, rows: &Rows) -> BTreeMap<DeviceOrdinal, Vec<Looked>> {
         let ledger = self.pool.ledger();
         let is_saved = |row: &&Row| row.backing().has_contents() && row.is_kept();
@@ -106,7 +106,7 @@ impl<D: Driver> Still<'_, D> {
         log.call();
         let mut pinned = Pinned::new(&self.pool.driver, slots * size_of::<PieceSlot>())?;
         let mut asked = Ok(());
-        // All devices are at work meanwhile.
+        // All devices work simultaneously.
         while asked.is_ok() && askers.iter().any(|asker| !asker.is_over()) {
             asked = askers
                 .iter_mut()
@@ -129,8 +129,8 @@ impl<D: Driver> Still<'_, D> {
         Ok(())
     }
 
-    /// Takes the answers of the half whose turn it is, and puts further questions there, which the device answers while the other
-    /// half has its turn.
+    /// Takes the answers from the next half, and puts further questions there. The device answers these while the other
+    /// half is next.
     fn ask(
         &self,
         log: &mut StepLog,
@@ -167,7 +167,7 @@ impl<D: Driver> Still<'_, D> {
             Err(error) => {
                 let device = asker.device;
                 asker.is_refused = true;
-                // Memory may be there the next time.
+                // Memory may be available the next time.
                 if !error.is_transient() {
                     self.pool.copies.refuse(device, error);
                 }
@@ -181,7 +181,8 @@ impl<D: Driver> Still<'_, D> {
     }
 }
 
-/// Questions that are asked together: a device takes a quarter of a millisecond and more for so many pieces of 64 KiB.
+/// The number of questions in one launch: a device needs a quarter of a millisecond and more for so many pieces of 64
+/// KiB.
 const ASKED_AT_ONCE: usize = 16 << 10;
 
 /// The questions to one device, and its answers. The device answers one half of its slots while the other is read and
@@ -192,12 +193,12 @@ struct Asker<'a> {
     questions: Box<dyn Iterator<Item = VaRange> + 'a>,
     answers: Answers,
     halves: [Half; 2],
-    /// The half whose turn it is.
+    /// The half that is next.
     turn: usize,
     is_refused: bool,
 }
 
-/// Slots, by their numbers.
+/// One half of the slots, by their numbers.
 struct Half {
     slots: Range<usize>,
     /// The number of questions under way, and their stream.
@@ -205,7 +206,7 @@ struct Half {
 }
 
 impl<'a> Asker<'a> {
-    /// With slots from `first` on.
+    /// Makes the questions and answers of one device, with slots from `first` on.
     fn new(device: DeviceOrdinal, looked: &'a [Looked], piece_bytes: u64, first: usize) -> Self {
         let counts: Vec<_> = looked.iter().map(|looked| looked.count(piece_bytes)).collect();
         let each = counts.iter().sum::<usize>().div_ceil(2).min(ASKED_AT_ONCE);
@@ -226,7 +227,7 @@ impl<'a> Asker<'a> {
     }
 }
 
-/// Fingerprints by allocation, which come one after the other.
+/// The fingerprints of each allocation. They arrive one after the other.
 struct Answers {
     /// The number of fingerprints of each allocation.
     counts: Vec<usize>,

@@ -1,5 +1,5 @@
-//! Small allocations of a library's own as parts of large ones, so that a pause and a resume see few allocations where the
-//! library sees many. It is a front of the pool ([`vmm_pool::Front`]), which knows of the large ones alone.
+//! Small allocations of a library as parts of large ones. A pause and a resume then see few allocations where the library sees
+//! many. This crate is a front of the pool ([`vmm_pool::Front`]), which knows only the large ones.
 
 mod cells;
 mod slabs;

@@ -1,4 +1,4 @@
-//! Locks and threads as Sublet uses them inside other people's processes. It knows no GPU, no file and no other process.
+//! Locks and threads for use inside other people's processes. This crate knows no GPU, no file and no other process.
 
 pub mod slots;
 pub mod sync;

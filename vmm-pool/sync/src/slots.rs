@@ -1,9 +1,9 @@
-//! The threads that are inside a call, known without a lock that they share. Each thread marks a slot of its own, and a
-//! thread that must know reads all slots.
+//! Records which threads are inside a call, without a lock that all threads share. Each thread marks a slot of its own.
+//! A thread that must know who is inside reads all slots.
 //!
-//! A thread marks its slot with one sequentially consistent addition and then loads the mode that says
-//! whether it may go in; the thread that closes stores the mode, sequentially consistent too, and then looks at
-//! the slots. So either the thread sees the new mode and steps out, or the other sees it inside.
+//! A thread marks its slot with one sequentially consistent addition, and then loads the mode that says whether it may
+//! go in. The thread that closes stores the mode, sequentially consistent too, and then reads the slots. So either the
+//! first thread sees the new mode and steps out, or the closing thread sees it inside.
 
 use std::cell::Cell;
 use std::fmt;
@@ -13,54 +13,54 @@ use crate::sync::{
     AtomicU8, AtomicU64, AtomicUsize, LocalKey, Mutex, MutexGuard, Ordering, PoisonError,
 };
 
-/// One thread's mark. Padded to a cache line of its own, with its neighbour, which is fetched along.
+/// One thread's mark. It fills two cache lines of its own, because processors fetch lines in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct Slot {
-    /// Of the thread that has it. Written under the list's lock.
+    /// The number of the thread that owns the slot. Written under the list's lock.
     number: AtomicU64,
-    /// Odd while inside; each time inside has a value of its own. Written by the owner alone.
+    /// Odd while the owner is inside. Each stay inside has a value of its own. Only the owner writes it.
     turn: AtomicU64,
-    /// A value that the owner sets. The user of the slots gives it its meaning.
+    /// A value that the owner sets. The user of the slots defines its meaning.
     label: AtomicUsize,
-    /// Not 0 once its thread has ended: the next thread takes it.
+    /// Not 0 once the owner has ended: the next new thread gets this slot.
     is_free: AtomicU8,
 }
 
-/// A look at a thread that was inside.
+/// A thread that was found inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Occupant {
     /// The number of the slot.
     pub number: u64,
-    /// The value of this time inside: each time has a value of its own.
+    /// The value of this stay inside: each stay has a value of its own.
     pub turn: u64,
     /// The label that the owner had set.
     pub label: usize,
 }
 
 impl Slot {
-    /// Marks the thread as inside. Only its owner calls it, and only while outside.
+    /// Marks the thread as inside. Only the owner may call it, and only while outside.
     #[inline]
     pub fn step_in(&self) {
         // Not a load and an exchange: a signal handler may go in and out between the two.
         self.turn.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Takes the mark away. Only its owner calls it, and only while inside.
+    /// Removes the mark. Only the owner may call it, and only while inside.
     #[inline]
     pub fn step_out(&self) {
         let turn = self.turn.load(Ordering::Relaxed);
         self.turn.store(turn.wrapping_add(1), Ordering::Release);
     }
 
-    /// Is its owner, who asks, inside?
+    /// Is the owner inside? Only the owner may call it.
     #[inline]
     fn is_marked(&self) -> bool {
         self.turn.load(Ordering::Relaxed) % 2 == 1
     }
 
-    /// Returns the number of the slot's thread. No two threads have the same, though one may take over the slot of
-    /// another that has ended.
+    /// Returns the number of the slot's thread. No two threads have the same number, even if one takes over the slot of
+    /// a thread that has ended.
     pub fn number(&self) -> u64 {
         self.number.load(Ordering::Relaxed)
     }
@@ -71,18 +71,18 @@ impl Slot {
         self.label.load(Ordering::Relaxed)
     }
 
-    /// Says something of itself.
+    /// Sets the label. Only the owner may call it.
     #[inline]
     pub fn set_label(&self, label: usize) {
         self.label.store(label, Ordering::Relaxed);
     }
 
-    /// Its thread has no more use for it, and takes it no more.
+    /// Frees the slot: its thread will not use it again.
     fn let_go(&self) {
         self.is_free.store(1, Ordering::Release);
     }
 
-    /// Has no thread it any more? If so, all that the last one did inside is behind the caller.
+    /// Is the slot free? If so, the caller also sees all that the last owner did inside.
     fn is_free(&self) -> bool {
         self.is_free.load(Ordering::Acquire) != 0
     }
@@ -97,15 +97,16 @@ impl Slot {
 /// The state of a thread's slot, as the thread knows it.
 #[derive(Clone, Copy, Debug)]
 pub enum Seat {
-    /// It has none: it was never inside, or it ends and has let go of it.
+    /// The thread has no slot: it was never inside, or it is ending and has freed its slot.
     None,
-    /// It has none yet, or waits to go in. Calls of a signal handler meanwhile are part of the call that waits.
+    /// The thread has no slot yet, or waits to go in. Calls that a signal handler makes meanwhile are part of the call
+    /// that waits.
     Coming,
-    /// It has this one.
+    /// The thread has this slot.
     Taken(&'static Slot),
 }
 
-/// Lets go of a thread's slot at its end.
+/// Frees a thread's slot when the thread ends.
 #[derive(Default)]
 pub struct Lease(Cell<Option<(SeatKey, &'static Slot)>>);
 
@@ -118,14 +119,15 @@ impl fmt::Debug for Lease {
 }
 
 impl Lease {
-    /// Of no slot yet.
+    /// Makes a lease of no slot yet.
     pub const fn new() -> Self {
         Self(Cell::new(None))
     }
 }
 
 impl Drop for Lease {
-    /// A thread that ends inside a call (a signal handler that calls `exit`) stays inside, and keeps its slot.
+    /// Frees the slot. A thread that ends inside a call (a signal handler that calls `exit`) stays inside, and keeps
+    /// its slot.
     fn drop(&mut self) {
         if let Some((seat, slot)) = self.0.take()
             && !slot.is_marked()
@@ -136,27 +138,28 @@ impl Drop for Lease {
     }
 }
 
-/// The thread-local storage in which each thread keeps its slot of one [`Slots`]. A call looks here once, when it
-/// comes.
+/// The thread-local storage in which each thread keeps its slot of one [`Slots`]. A call reads it once, when it begins.
 #[derive(Clone, Copy, Debug)]
 pub struct Threads {
-    /// Has no destructor, so it is there for as long as the thread runs: destructors make calls too.
+    /// The state of the thread's slot. It has no destructor, so it exists for as long as the thread runs: destructors
+    /// make calls too.
     pub seat: SeatKey,
-    /// Has one.
+    /// Frees the slot. It has a destructor, which runs when the thread ends.
     pub lease: &'static LocalKey<Lease>,
 }
 
-/// The calling thread's outermost call. It ends with [`Threads::go`].
+/// The outermost call of the calling thread. It ends with [`Threads::go`].
 #[derive(Debug)]
 pub struct Visit {
-    /// The thread's.
+    /// The slot of the calling thread.
     pub slot: &'static Slot,
-    /// The slot is of this call alone: the thread ends, and has let go of its own.
+    /// True if only this call has the slot: the thread is ending, and has freed its own.
     is_last: bool,
 }
 
 impl Threads {
-    /// The calling thread comes; it has not marked its slot yet. None where it is part of a call of the same thread.
+    /// Begins a call of the calling thread, which has not marked its slot yet. None if this is within another call of
+    /// the same thread.
     #[inline]
     pub fn come(self, slots: &Slots) -> Option<Visit> {
         match self.seat.get() {
@@ -168,7 +171,7 @@ impl Threads {
 
     #[cold]
     fn come_first(self, slots: &Slots) -> Visit {
-        // A signal handler that comes meanwhile must not want the list's lock.
+        // A signal handler that runs meanwhile must not need the list's lock.
         self.seat.set(Seat::Coming);
         let slot = slots.add();
         let leased = self.lease.try_with(|lease| lease.0.set(Some((self.seat, slot))));
@@ -176,7 +179,7 @@ impl Threads {
         Visit { slot, is_last: leased.is_err() }
     }
 
-    /// Is the calling thread in a call, or waits to go in?
+    /// Is the calling thread inside a call, or does it wait to go in?
     pub fn is_inside(self) -> bool {
         match self.seat.get() {
             Seat::None => false,
@@ -193,7 +196,7 @@ impl Threads {
         }
     }
 
-    /// `visit` is over: it has taken its mark away.
+    /// Ends `visit`, which has removed its mark.
     #[inline]
     pub fn go(self, visit: &Visit) {
         if visit.is_last {
@@ -203,8 +206,8 @@ impl Threads {
     }
 }
 
-/// The slots of all threads that have ever been inside. They are never freed, so there are as many as threads have lived
-/// simultaneously.
+/// The slots of all threads that have ever been inside. Slots are never freed but reused. So there are as many as
+/// threads have lived simultaneously.
 #[derive(Debug, Default)]
 pub struct Slots {
     list: Mutex<List>,
@@ -217,14 +220,14 @@ struct List {
 }
 
 impl List {
-    /// The slots of threads that live at this moment.
+    /// Returns the slots of threads that live now.
     fn living(&self) -> impl Iterator<Item = &Slot> {
         self.slots.iter().copied().filter(|slot| !slot.is_free())
     }
 }
 
 impl Slots {
-    /// A slot for one more thread, which owns it.
+    /// Returns a slot for one more thread, which then owns it.
     fn add(&self) -> &'static Slot {
         let mut list = self.list();
         list.last_number += 1;
@@ -244,21 +247,21 @@ impl Slots {
         slot
     }
 
-    /// The numbers of all that live.
+    /// Returns the numbers of all threads that have a slot and live.
     pub fn numbers(&self) -> Vec<u64> {
         self.list().living().map(Slot::number).collect()
     }
 
-    /// A number that changes whenever somebody goes in, comes out, or comes for the first time. It never takes an earlier
-    /// value again: a slot's turns go on when another thread takes it over.
+    /// Returns a number that changes whenever a thread goes in, comes out, or gets a slot. It never returns to an
+    /// earlier value: a thread that takes over a slot goes on with the slot's turns.
     pub fn mark(&self) -> u64 {
         let list = self.list();
         let turns = list.slots.iter().map(|slot| slot.turn.load(Ordering::Acquire));
         turns.fold(list.last_number, u64::wrapping_add)
     }
 
-    /// Counts the threads that are inside now. Returns `None` if the list is locked, as it is while a thread comes for
-    /// the first time.
+    /// Counts the threads that are inside now. Returns `None` if the list is locked, as it is while a thread gets its
+    /// slot.
     pub fn count_inside(&self) -> Option<usize> {
         let list = match self.list.try_lock() {
             Ok(list) => list,

@@ -1,23 +1,24 @@
-//! Threads of ours in other people's processes.
+//! Sublet's threads in other people's processes.
 //!
-//! None of them unwinds into foreign code, and each leaves something behind when it panics, so that nobody waits for it in vain:
+//! None of them unwinds into foreign code. After a panic, each does what this table says, so that no thread waits for
+//! it forever:
 //!
 //! | thread | after a panic |
 //! | --- | --- |
 //! | `sublet-worker` | the step is answered as failed inside; the process is faulted, its gate opens, and it runs on. The thread goes on |
-//! | `sublet-agent` | all clients are hung up on, and a pause or resume under way is settled as after a coordinator's death; a note says so. The thread goes on |
-//! | `sublet-drain` | the wait counts as failed, so the pause is refused by the device's name; the next pause begins another thread |
-//! | `sublet-pager` | the pager has ended: each use of memory that is away is refused by its device's name |
-//! | `sublet-prefault` | bringing host memory in is refused by name; the next request begins another thread |
-//! | `sublet-arena` | the pause brings in what it needs by itself |
+//! | `sublet-agent` | it closes the connections of all clients; a pause or resume under way is settled as after a coordinator's death; a note says so. The thread goes on |
+//! | `sublet-drain` | the wait counts as failed, so the pause is refused and names the device; the next pause begins another thread |
+//! | `sublet-pager` | the pager has ended: each use of memory that is not on the device is refused, and the message names the device |
+//! | `sublet-prefault` | populating host memory ahead of a pause is refused, with a message; the next request begins another thread |
+//! | `sublet-arena` | the thread that runs the pause allocates the host memory that it needs |
 //! | `sublet-file`, and those that touch host memory | the step that waits for them panics too, on the worker |
 //! | `sublet-fill` | the call that waits for it is refused |
-//! | `sublet-turn` | the turn goes on, and is looked after again a little later |
+//! | `sublet-turn` | the turn goes on, and is checked again a little later |
 //! | `sublet-back` | a note says so, and another thread begins a little later |
 //! | `sublet-answers`, `sublet-driver` | the calls that wait for it are told that they failed |
-//! | `sublet-frees` | the block stays; the next ones go |
-//! | `sublet-unused` | the pause saves all |
-//! | `sublet-walk` | the pause goes on without what it would have found |
+//! | `sublet-frees` | this block stays; the next blocks are freed |
+//! | `sublet-unused` | the pause saves everything |
+//! | `sublet-walk` | the pause goes on without what the walk would have found |
 
 use std::any::Any;
 use std::io;
@@ -26,12 +27,12 @@ use std::thread::Builder;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
-/// Starts a thread called `name`, which takes no signals from its first moment on: those are the application's, and its handlers may
-/// not be made for a thread of ours. If `work` panics, `after_panic` is called on the same thread with what the panic said, and
-/// sees to it that nobody waits for the thread in vain.
+/// Starts a thread called `name`. It blocks all signals from its start: signals are the application's, and its handlers
+/// may not expect a thread of Sublet's. If `work` panics, the same thread calls `after_panic` with the panic's message.
+/// `after_panic` must release all threads that wait for this one.
 ///
 /// # Errors
-/// The system has no thread to give.
+/// The system cannot start a thread.
 pub fn spawn(
     name: &'static str,
     work: impl FnOnce() + Send + 'static,
@@ -45,7 +46,7 @@ pub fn spawn(
             tracing::error!(thread = name, "Sublet failed inside once more");
         }
     };
-    // A thread begins with the mask of the one that starts it.
+    // A new thread inherits the signal mask of the thread that starts it.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
     let thread = Builder::new().name(name.to_owned()).spawn(body);
     if let Err(error) = before.thread_set_mask() {

@@ -1,13 +1,13 @@
-//! Times as messages and reports have them.
+//! Durations in the units that messages and reports use.
 
 use std::time::Duration;
 
-/// In whole milliseconds.
+/// Returns `duration` in whole milliseconds.
 pub fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// In whole microseconds.
+/// Returns `duration` in whole microseconds.
 pub fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }

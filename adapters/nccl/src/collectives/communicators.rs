@@ -1,10 +1,9 @@
 //! The communicators of this process, by the pointers that NCCL gave out for them.
 //!
-//! Looking one up is on the road of every collective: each thread remembers the last few, and forgets them
-//! when the table changes.
+//! Every collective looks a communicator up. So each thread remembers the last few, and forgets them when the table changes.
 //!
-//! Lock order: `by_pointer`, `pairs` and `polling` are leaves, but that NCCL's `ncclCommGetAsyncError`,
-//! which waits for nothing, is called under `polling`.
+//! Lock order: `by_pointer`, `pairs` and `polling` are leaves. The only call under `polling` is NCCL's `ncclCommGetAsyncError`,
+//! which waits for nothing.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -27,9 +26,9 @@ pub(super) struct Communicator {
     is_ending: AtomicBool,
     is_revoked: AtomicBool,
     is_given_up: AtomicBool,
-    /// A call in non-blocking mode goes on, as far as the application has seen.
+    /// A call in non-blocking mode is in progress, as far as the application has seen.
     is_in_progress: AtomicBool,
-    /// Held around questions about progress: NCCL does not expect two simultaneously.
+    /// Held around queries about progress: NCCL does not expect two simultaneously.
     polling: Mutex<()>,
 }
 
@@ -54,7 +53,7 @@ impl Communicator {
         self.local.communicator
     }
 
-    /// One launch on a series of its own.
+    /// Returns the increment of one launch on a series of its own.
     pub(super) fn increment(&self, cut: &Cut, series: Series) -> Increment {
         let lane = Lane { communicator: self.id(), series };
         let make = || Increment { counter: cut.counter(lane, self.local.rank), launches: 1 };
@@ -68,17 +67,17 @@ impl Communicator {
         }
     }
 
-    /// Says by [`Counter::is_gone`] whether this rank has left.
+    /// Returns the counter whose [`Counter::is_gone`] says whether this rank has left.
     pub(super) fn seat(&self) -> &Arc<Counter> {
         &self.collective[0].counter
     }
 
-    /// Its end begins; says whether it had not before.
+    /// Records that the communicator's end begins. Returns false if it had begun before.
     pub(super) fn begin_end(&self) -> bool {
         !self.is_ending.swap(true, Ordering::Relaxed)
     }
 
-    /// Its end has come to nothing.
+    /// Records that the end has failed.
     pub(super) fn undo_end(&self) {
         self.is_ending.store(false, Ordering::Relaxed);
     }
@@ -91,7 +90,7 @@ impl Communicator {
         self.is_given_up.store(true, Ordering::Relaxed);
     }
 
-    /// Tells what can be done with it yet.
+    /// Returns the uses that are left.
     pub(super) fn use_left(&self) -> UseLeft {
         if self.is_revoked.load(Ordering::Relaxed) {
             UseLeft::Ending
@@ -102,13 +101,13 @@ impl Communicator {
         }
     }
 
-    /// A call returned `ncclInProgress`.
+    /// Records that a call returned `ncclInProgress`.
     pub(super) fn begin_progress(&self) {
         self.is_in_progress.store(true, Ordering::SeqCst);
     }
 
-    /// The application makes another call on it. By NCCL's rules it then knows that the last one is over,
-    /// and from now on we must not ask.
+    /// Records another call of the application on the communicator. By NCCL's rules the application then knows that the last
+    /// call is over. From now on we must not query its progress.
     pub(super) fn application_goes_on(&self) {
         if self.is_in_progress.load(Ordering::Relaxed) {
             let _polling = self.polling.lock().unwrap_or_else(PoisonError::into_inner);
@@ -116,7 +115,7 @@ impl Communicator {
         }
     }
 
-    /// The application asks for the state: `ask` is its call.
+    /// Runs `ask`, by which the application queries the state.
     pub(super) fn asked_by_application(&self, ask: impl FnOnce() -> NcclResult) -> NcclResult {
         let _polling = self.polling.lock().unwrap_or_else(PoisonError::into_inner);
         let state = ask();
@@ -126,11 +125,11 @@ impl Communicator {
         state
     }
 
-    /// Is the call in non-blocking mode over? Asks NCCL by `ask` unless the application has.
+    /// Is the call in non-blocking mode over? Queries NCCL by `ask`, unless the application already knows.
     ///
-    /// Asking also frees what NCCL keeps of the call (`ncclCommGetAsyncError` in NCCL's `src/init.cc`), and
-    /// so must not meet the application's own calls: its questions come through
-    /// [`Self::asked_by_application`], and other calls end ours first.
+    /// The query also frees what NCCL keeps of the call (`ncclCommGetAsyncError` in NCCL's `src/init.cc`). So it must not run
+    /// during the application's own calls. The application's queries come through [`Self::asked_by_application`]. Other calls
+    /// end our queries first.
     pub(super) fn is_finished(&self, ask: fn(usize) -> NcclResult) -> bool {
         if !self.is_in_progress.load(Ordering::SeqCst) {
             return true;
@@ -151,18 +150,18 @@ impl Communicator {
     }
 }
 
-/// The uses of a communicator that are left to an application that has it.
+/// The uses of a communicator that the application still has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseLeft {
-    /// Everything.
+    /// All uses.
     All,
-    /// It is revoked: others can be made of it, and it can be ended.
+    /// The communicator is revoked: others can be made from it, and it can be ended.
     Ending,
-    /// Its ranks do not stand at the same place any more.
+    /// Its ranks may have launched different numbers of collectives.
     Uncounted,
 }
 
-/// The way in which something is made of a communicator.
+/// The way in which something is made from a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Derived {
     Split,
@@ -171,26 +170,26 @@ pub(super) enum Derived {
     Experts,
 }
 
-/// The numbers of things that were made of a communicator, by the way in which they are made. All its ranks make the
-/// same, so the numbers are the same in all. A making that one rank alone fails to begin, and can then repeat, must not
+/// The numbers of things that were made from a communicator, by the way in which they are made. All its ranks make the same
+/// things, so the numbers are the same in all. An attempt that one rank alone fails to begin can be repeated, and must not
 /// count.
 #[derive(Debug, Default)]
 pub(super) struct Numbers([AtomicU64; 4]);
 
 impl Numbers {
-    /// The number of the next.
+    /// Returns the number of the next thing.
     pub(super) fn take(&self, what: Derived) -> u64 {
         self.0[what as usize].fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The one taken last came to nothing.
+    /// Gives the last number back: nothing was made.
     pub(super) fn give_back(&self, what: Derived) {
         self.0[what as usize].fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// The number of communicators that a thread remembers. Scripts with more than data, tensor, pipeline and expert groups
-/// on one thread pay for a shared lock.
+/// The number of communicators that a thread remembers. Scripts that use more than data, tensor, pipeline and expert groups on
+/// one thread pay for a shared lock.
 const REMEMBERED: usize = 8;
 
 #[derive(Default)]
@@ -211,7 +210,7 @@ fn next_version() -> u64 {
     VERSIONS.fetch_add(1, Ordering::Relaxed)
 }
 
-/// All communicators that have been seen coming to be.
+/// All communicators whose creation we have seen.
 #[derive(Debug)]
 pub(super) struct Communicators {
     version: AtomicU64,
@@ -231,7 +230,7 @@ impl Communicators {
         self.version.store(next_version(), Ordering::Release);
     }
 
-    /// Puts back one that was taken out, unless its pointer names another by now.
+    /// Puts back a communicator that was taken out, unless its pointer names another by now.
     pub(super) fn put_back(&self, communicator: Arc<Communicator>) {
         let mut table = self.by_pointer.write().unwrap_or_else(PoisonError::into_inner);
         table.entry(communicator.pointer).or_insert(communicator);
@@ -246,7 +245,7 @@ impl Communicators {
     }
 
     pub(super) fn find(&self, pointer: usize) -> Option<Arc<Communicator>> {
-        // A thread that is being torn down has lost its memory of the last ones.
+        // A thread that is ending has lost its remembered communicators.
         LAST.try_with(|last| self.remember(&mut last.borrow_mut(), pointer))
             .unwrap_or_else(|_| self.look_up(pointer))
     }

@@ -6,11 +6,11 @@
 //! | `ncclEpDispatch`, `ncclEpCombine` | the group's exchanges, which all ranks make in the same order |
 //! | `ncclEpGroupDestroy`, `ncclEpInitHandle`, `ncclEpCreateHandle`, `ncclEpUpdateHandle` | nothing of their own |
 //!
-//! The calls of the last row need other ranks or not, by mode and version: where they do, they wait by NCCL's public
-//! functions, which count by themselves (`ll_resize_rdma_buffer`, `ncclEpUpdateHandle` and `ncclEpGroupDestroy` in
-//! `contrib/nccl_ep/nccl_ep.cc` of NCCL 2.30.7). To count them as well would keep ranks from a cut that make
-//! different numbers of handles, which is allowed. `ncclEpComplete` is not hooked: it waits for what exchanges send, and
-//! all ranks have launched as many of those at a cut.
+//! Whether the calls of the last row need other ranks depends on mode and version. If they do, they wait by NCCL's public
+//! functions, which are counted already (`ll_resize_rdma_buffer`, `ncclEpUpdateHandle` and `ncclEpGroupDestroy` in
+//! `contrib/nccl_ep/nccl_ep.cc` of NCCL 2.30.7). Ranks may make different numbers of handles. To count these calls as well
+//! would keep such ranks from a cut. `ncclEpComplete` is not hooked: it waits for the data of exchanges, and at a cut all ranks
+//! have launched the same number of exchanges.
 //!
 //! An exchange is launched by its call, also between `ncclGroupStart` and `ncclGroupEnd`.
 //!
@@ -29,7 +29,7 @@ use super::{Collectives, NcclResult, Process, group};
 #[derive(Debug, Default)]
 pub(super) struct Experts {
     groups: Mutex<HashMap<usize, ExpertGroup>>,
-    /// Of which group each handle is.
+    /// The group of each handle.
     handles: Mutex<HashMap<usize, ExpertGroup>>,
 }
 
@@ -39,13 +39,13 @@ struct ExpertGroup {
     number: u32,
 }
 
-/// Takes what NCCL EP gave out as `pointer` out of `of`, and puts it back where NCCL EP refuses to end it.
+/// Removes the object `pointer` of NCCL EP from `of`. Puts it back if NCCL EP refuses to end it.
 fn ended(
     of: &Mutex<HashMap<usize, ExpertGroup>>,
     pointer: usize,
     call: impl FnOnce() -> NcclResult,
 ) -> NcclResult {
-    // Before NCCL EP lets go of the value, which another thread may then get.
+    // It is removed before NCCL EP frees the value, which another thread may then get.
     let group = lock(of).remove(&pointer);
     let result = call();
     if let (Some(group), false) = (group, result.is_accepted()) {
@@ -90,8 +90,8 @@ impl Collectives {
         ended(&self.experts.groups, pointer, call)
     }
 
-    /// `ncclEpInitHandle` and `ncclEpCreateHandle`: makes a handle of the group at `pointer`, whose own pointer NCCL EP
-    /// writes to `place`.
+    /// `ncclEpInitHandle` and `ncclEpCreateHandle`: makes a handle of the group at `pointer`. NCCL EP writes the handle's
+    /// pointer to `place`.
     pub fn make_expert_handle<P: Process>(
         &self,
         process: &P,

@@ -8,23 +8,23 @@ use tenants::cut::{Counter, Increment};
 use super::communicators::Communicator;
 use super::lifecycle::Newcomer;
 
-/// The calls of one group of one thread. They launch nothing before its end.
+/// The calls of one group of one thread. They launch nothing before the group's end.
 #[derive(Debug, Default)]
 pub(super) struct Group {
-    /// Launched when the group ends.
+    /// The increments to launch when the group ends.
     pub(super) increments: Vec<Increment>,
     /// Communicators that the group calls.
     pub(super) touched: Vec<Arc<Communicator>>,
-    /// The work that few groups have: `PyTorch` brackets every collective with a group.
+    /// Work that few groups have: `PyTorch` brackets every collective with a group.
     pub(super) rare: Option<Box<Rare>>,
 }
 
 /// The work of a group in addition to its launches.
 #[derive(Debug, Default)]
 pub(super) struct Rare {
-    /// Recorded into captures when the group ends.
+    /// The increments to record into captures when the group ends.
     pub(super) captured: Vec<(u64, Vec<Increment>)>,
-    /// Communicators that the group splits, each as often as it does.
+    /// Communicators that the group splits, once for each split.
     pub(super) splits: Vec<Arc<Communicator>>,
     /// Communicators that the group makes.
     pub(super) newcomers: Vec<Newcomer>,
@@ -43,8 +43,8 @@ impl Group {
         self.rare.get_or_insert_default()
     }
 
-    /// The seats, in addition to those of `increments`, that must be taken still when the group ends. For collectives there are
-    /// none.
+    /// Returns the seats that must still be taken when the group ends, in addition to those of `increments`. Groups of
+    /// collectives have none.
     pub(super) fn other_seats(&self, increments: &[Increment]) -> Vec<Arc<Counter>> {
         let is_other = |seat: &&Arc<Counter>| {
             !increments.iter().any(|increment| Arc::ptr_eq(&increment.counter, seat))
@@ -55,7 +55,7 @@ impl Group {
         touched.filter(is_other).cloned().chain(newcomers).collect()
     }
 
-    /// One increment a counter.
+    /// Returns the increments, merged to one for each counter.
     pub(super) fn merged_increments(&mut self) -> Vec<Increment> {
         let mut increments = std::mem::take(&mut self.increments);
         if increments.len() > 1 {
@@ -72,7 +72,7 @@ impl Group {
     }
 }
 
-/// Leaves the room of a group that is over to the thread's next, which then allocates nothing for its calls.
+/// Leaves the buffers of an ended group to the thread's next group, which then allocates nothing for its calls.
 pub(super) fn leave_room(mut increments: Vec<Increment>, mut touched: Vec<Arc<Communicator>>) {
     if increments.capacity() == 0 && touched.capacity() == 0 {
         return;
@@ -100,28 +100,28 @@ pub(super) fn is_open() -> bool {
     DEPTH.get() > 0
 }
 
-/// A start has succeeded.
+/// Records that a start has succeeded.
 pub(super) fn start() {
     DEPTH.set(DEPTH.get() + 1);
 }
 
-/// An end is about to be called: what it will launch, when it is the outermost.
+/// Records that an end is about to be called. Returns the group that it will launch, if it is the outermost end.
 pub(super) fn end() -> Option<Group> {
     let depth = DEPTH.get();
     DEPTH.set(depth.saturating_sub(1));
     if depth != 1 {
         return None;
     }
-    // A thread that is being torn down has lost what it gathered; its last calls go uncounted.
+    // A thread that is ending has lost its gathered calls; its last calls go uncounted.
     GROUP.try_with(RefCell::take).ok()
 }
 
-/// Adds to the group of this thread.
+/// Adds to this thread's group.
 pub(super) fn gather(add: impl FnOnce(&mut Group)) {
     let _gathered = GROUP.try_with(|group| add(&mut group.borrow_mut()));
 }
 
-/// Is this thread inside a call of NCCL's that we have counted? What NCCL itself calls then is part of it.
+/// Is this thread inside a call of NCCL's that we have counted? NCCL's own calls then are part of it.
 pub(super) fn is_inside() -> bool {
     IS_INSIDE.get()
 }

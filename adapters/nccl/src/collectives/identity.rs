@@ -1,7 +1,7 @@
-//! Names of communicators that are the same in all their processes, without asking any of them.
+//! Names of communicators that are the same in all their processes, without a message to any of them.
 //!
-//! All processes of a tenant run the same version of this library (`tenants` refuses others), so a hash
-//! with fixed keys gives the same value in all of them.
+//! All processes of a tenant run the same version of this library (`tenants` refuses others). So a hash with fixed keys gives
+//! the same value in all of them.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -28,34 +28,34 @@ fn named(origin: Origin, facts: &impl Hash) -> CommunicatorId {
     CommunicatorId(half(0) << 64 | half(1))
 }
 
-/// Made from the bytes of its `ncclUniqueId`, or of all of them for `ncclCommInitRankScalable`.
+/// Names a communicator by the bytes of its `ncclUniqueId`, or of all of them for `ncclCommInitRankScalable`.
 pub fn of_unique_ids(bytes: &[u8]) -> CommunicatorId {
     named(Origin::UniqueIds, &bytes)
 }
 
-/// Split from `parent` by the `number`th split that its ranks make, for those that give `color`.
+/// Names the communicator that the `number`th split of `parent` makes for the ranks that give `color`.
 pub(super) fn of_split(parent: CommunicatorId, number: u64, color: i32) -> CommunicatorId {
     named(Origin::Split, &(parent, number, color))
 }
 
-/// Names the rest of `parent` without the ranks `excluded`, by the `number`th shrinking of it.
+/// Names the rest of `parent` without the ranks `excluded`, by the `number`th shrink of it.
 pub(super) fn of_shrink(parent: CommunicatorId, number: u64, excluded: &[i32]) -> CommunicatorId {
     let mut excluded = excluded.to_vec();
     excluded.sort_unstable();
     named(Origin::Shrink, &(parent, number, excluded))
 }
 
-/// The `number`th growing of `parent`, to `ranks` ranks, as those know it that are in `parent`.
+/// Names the communicator of `ranks` ranks that the `number`th growth of `parent` makes, for the ranks in `parent`.
 pub(super) fn of_grow(parent: CommunicatorId, number: u64, ranks: u32) -> CommunicatorId {
     named(Origin::Grow, &(parent, number, ranks))
 }
 
-/// Made from an `ncclUniqueId` that named `number` others before, as all do where `NCCL_COMM_ID` is set.
+/// Names a communicator by an `ncclUniqueId` that named `number` others before, as all do if `NCCL_COMM_ID` is set.
 pub(super) fn of_reuse(first: CommunicatorId, number: u64) -> CommunicatorId {
     named(Origin::Reuse, &(first, number))
 }
 
-/// All of its ranks are in this process, which `seed` tells from all others.
+/// Names a communicator whose ranks are all in this process. `seed` tells this process from all others.
 pub(super) fn of_local(seed: u64, number: u64) -> CommunicatorId {
     named(Origin::Local, &(seed, number))
 }

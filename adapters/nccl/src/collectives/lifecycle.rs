@@ -9,34 +9,34 @@ use tenants::cut::{CommunicatorId, Counter, Increment, Lane, Rank, Series};
 use super::communicators::{Communicator, Derived, UseLeft};
 use super::{Collectives, NcclResult, Process, group, identity, turned_back};
 
-/// The longest wait of a thread that ends a communicator for threads that were held with it in hand. They have only to
+/// The longest wait of a thread that ends a communicator for threads that were held at calls on it. Those threads only have to
 /// end a group in failure, which waits for nobody.
 const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The most identities that are remembered after one use. Where some are used again, they are all the same one.
+/// The most identities that are remembered after one use. If identities are used again, it is always the same one.
 const USED_MAX: usize = 4096;
 
 /// A communicator that a call makes.
 #[derive(Debug)]
 pub(super) struct Newcomer {
     id: CommunicatorId,
-    /// Taken before the call, where the rank is known by then.
+    /// The rank, taken before the call if it is known by then.
     local: Option<Rank>,
     /// The place that NCCL writes the pointer to.
     place: usize,
-    /// The communicator that shows when the new one is there, where the new one cannot show it itself.
+    /// The communicator that shows when the new one exists, if the new one cannot show it itself.
     parent: Option<Arc<Communicator>>,
-    /// Its pointer, where it is in the table already.
+    /// The pointer of the new communicator, if it is in the table already.
     inserted: Option<usize>,
     making: Making,
 }
 
-/// The use or number that a making has taken, and gives back when it comes to nothing.
+/// The use or number that a creation has taken, and gives back if it fails.
 #[derive(Clone, Copy, Debug)]
 enum Making {
     /// One more use of an identity by a rank.
     Use(CommunicatorId, u32),
-    /// A number of its parent's.
+    /// A number of its parent.
     Of(Derived),
     /// Nothing.
     Plain,
@@ -47,7 +47,7 @@ impl Newcomer {
         Self { id, local: None, place, parent: None, inserted: None, making }
     }
 
-    /// The seat that must be taken still for it to be made: its parent's, where that is not left already.
+    /// Returns the seat that must still be taken for the creation: the parent's, unless that was left already.
     pub(super) fn needed(&self) -> Option<Arc<Counter>> {
         let parent = self.parent.as_ref()?;
         (parent.use_left() == UseLeft::All).then(|| parent.seat().clone())
@@ -55,8 +55,8 @@ impl Newcomer {
 }
 
 impl Collectives {
-    /// `ncclCommInitRank` and its variants: rank `rank` of `ranks` of the communicator `id`, whose pointer
-    /// NCCL writes to `place`. Waits while the rank is held.
+    /// `ncclCommInitRank` and its variants: makes rank `rank` of `ranks` of the communicator `id`. NCCL writes its pointer to
+    /// `place`. Waits while the rank is held.
     pub fn create<P: Process>(
         &self,
         process: &P,
@@ -68,13 +68,13 @@ impl Collectives {
         let (Ok(rank), Ok(ranks), false) =
             (u32::try_from(rank), u32::try_from(ranks), group::is_inside())
         else {
-            // NCCL refuses it, or makes it for itself.
+            // NCCL refuses the call, or makes the communicator for itself.
             return call();
         };
         self.make(process, what, vec![self.newcomer((id, rank, ranks), place)], call)
     }
 
-    /// A rank of a communicator that is named by `ncclUniqueId`s.
+    /// Makes a newcomer: a rank of a communicator that is named by `ncclUniqueId`s.
     fn newcomer(&self, (first, rank, ranks): (CommunicatorId, u32, u32), place: usize) -> Newcomer {
         let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
         if uses.len() >= USED_MAX {
@@ -87,8 +87,7 @@ impl Collectives {
         Newcomer { local, ..Newcomer::new(id, place, Making::Use(first, rank)) }
     }
 
-    /// `ncclCommInitAll`: all `ranks` of a new communicator, with their pointers one after the other at
-    /// `places`.
+    /// `ncclCommInitAll`: makes all `ranks` of a new communicator, with their pointers one after the other at `places`.
     pub fn create_all<P: Process>(
         &self,
         process: &P,
@@ -109,9 +108,9 @@ impl Collectives {
         self.make(process, "ncclCommInitAll", (0..ranks).map(newcomer).collect(), call)
     }
 
-    /// `ncclCommShrink`: only the ranks that stay call it, so it is the making of a communicator and no
-    /// collective of the parent's. Where it `aborts` what is under way on the parent, ranks may stand at different
-    /// places of it, so its seat is left.
+    /// `ncclCommShrink`: only the ranks that stay call it. So it makes a communicator, and is no collective of the parent. If
+    /// it `aborts` the work under way on the parent, ranks may have launched different numbers of collectives. Then this rank
+    /// leaves its seat of the parent.
     pub fn shrink<P: Process>(
         &self,
         process: &P,
@@ -123,13 +122,13 @@ impl Collectives {
         if group::is_inside() {
             return call();
         }
-        // A revoked parent may still be shrunk, so this does not ask `known`.
+        // A revoked parent may still be shrunk, so this does not call `known`.
         let Some(parent) = self.communicators.find(parent) else {
             return call();
         };
         parent.application_goes_on();
         if aborts && parent.use_left() == UseLeft::All {
-            // Before any wait: a hold must not ask the parent's ranks to come to one place.
+            // It comes before any wait: a hold must not wait until the parent's ranks have launched the same.
             parent.give_up();
             process.cut().give_up_rank(parent.id(), parent.local.rank);
         }
@@ -142,8 +141,9 @@ impl Collectives {
         self.make(process, "ncclCommShrink", vec![newcomer], call)
     }
 
-    /// `ncclCommGrow` to `ranks` ranks. Ranks of the `parent` keep theirs, and know the new communicator by it; others
-    /// have none, are told their `rank`, and know it by `id`. The rank that has both tells the cut that they are one.
+    /// `ncclCommGrow` to `ranks` ranks. Ranks of the `parent` keep their numbers, and know the new communicator by the parent.
+    /// Other ranks have no parent, get their `rank`, and know the new communicator by `id`. The rank that has both tells the
+    /// cut that the two are one.
     pub fn grow<P: Process>(
         &self,
         process: &P,
@@ -179,7 +179,7 @@ impl Collectives {
         self.make(process, WHAT, vec![newcomer], call)
     }
 
-    /// `ncclCommSplit`: a collective of the parent's, also for ranks that give no colour and get nothing.
+    /// `ncclCommSplit`: a collective of the parent, also for ranks that give no colour and get no communicator.
     pub fn split<P: Process>(
         &self,
         process: &P,
@@ -188,7 +188,7 @@ impl Collectives {
         place: usize,
         call: impl FnOnce() -> NcclResult,
     ) -> NcclResult {
-        // A revoked parent may still be split, which is then no collective that a hold knows.
+        // A revoked parent may still be split. A hold does not count that split as a collective.
         let counted = self.known(process, parent).is_some();
         let found = if group::is_inside() { None } else { self.communicators.find(parent) };
         let Some(parent) = found else {
@@ -197,7 +197,7 @@ impl Collectives {
         parent.application_goes_on();
         let number = parent.numbers.take(Derived::Split);
         let id = identity::of_split(parent.id(), number, color);
-        // Negative is NCCL_SPLIT_NOCOLOR. The rank follows from the keys of all others: NCCL knows it later.
+        // A negative value is NCCL_SPLIT_NOCOLOR. The rank follows from the keys of all others: NCCL knows it later.
         let newcomer = (color >= 0).then(|| Newcomer {
             parent: Some(Arc::clone(&parent)),
             ..Newcomer::new(id, place, Making::Plain)
@@ -254,8 +254,8 @@ impl Collectives {
         self.end(process, "ncclCommFinalize", &communicator, call)
     }
 
-    /// `ncclCommDestroy`: takes the communicator out of the table first, since its pointer may come again
-    /// while the call is on its way back.
+    /// `ncclCommDestroy`: takes the communicator out of the table first, because another communicator may get its pointer while
+    /// the call returns.
     pub fn destroy<P: Process>(
         &self,
         process: &P,
@@ -277,7 +277,7 @@ impl Collectives {
         result
     }
 
-    /// A communicator that was taken out of the table has been ended, or NCCL has refused to.
+    /// Records the end of a communicator that was taken out of the table, or NCCL's refusal to end it.
     pub(super) fn left<P: Process>(
         &self,
         process: &P,
@@ -301,7 +301,7 @@ impl Collectives {
     ) -> NcclResult {
         communicator.application_goes_on();
         if !communicator.begin_end() {
-            // The second half of an end that is counted already.
+            // This is the second half of an end that is counted already.
             return group::inside(call);
         }
         let increments = [communicator.increment(process.cut(), Series::End)];
@@ -322,7 +322,7 @@ impl Collectives {
             communicator.undo_end();
         }
         if result == NcclResult::IN_PROGRESS && what == "ncclCommDestroy" {
-            // There is nothing left to ask.
+            // There is nothing left to query.
             drop(launch);
         } else {
             self.settle(process, launch, result, std::slice::from_ref(communicator));
@@ -330,7 +330,8 @@ impl Collectives {
         result
     }
 
-    /// `ncclCommAbort`: never held. Threads that are held at launches on it are turned back before NCCL frees it.
+    /// `ncclCommAbort`: never held. Calls of threads that are held at launches on the communicator are refused before NCCL
+    /// frees it.
     pub fn abort<P: Process>(
         &self,
         process: &P,
@@ -354,8 +355,8 @@ impl Collectives {
         group::inside(call)
     }
 
-    /// `ncclCommRevoke`: never held. Of the communicator others can be made afterwards, and it can be ended. Threads
-    /// that are held at launches on it are turned back, as NCCL would do.
+    /// `ncclCommRevoke`: never held. Other communicators can be made from this one afterwards, and it can be ended. Calls of
+    /// threads that are held at launches on it are refused, as NCCL would refuse them.
     pub fn revoke<P: Process>(
         &self,
         process: &P,
@@ -426,8 +427,8 @@ impl Collectives {
         result
     }
 
-    /// A group will make `newcomer` at its end. NCCL gives the pointer out now where it can
-    /// (`ncclCommInitRankDev` in its `src/init.cc`), and further calls of the group may name it.
+    /// Records that a group will make `newcomer` at its end. NCCL writes the pointer now if it can (`ncclCommInitRankDev` in
+    /// its `src/init.cc`), and further calls of the group may name it.
     fn expected<P: Process>(&self, process: &P, mut newcomer: Newcomer, increments: &[Increment]) {
         let pointer = process.communicator_at(newcomer.place);
         if let (true, Some(local)) = (pointer != 0, newcomer.local) {
@@ -443,7 +444,7 @@ impl Collectives {
         });
     }
 
-    /// The call that makes `newcomer` has returned `result`. Returns the communicator if it is there.
+    /// Records that the call that makes `newcomer` has returned `result`. Returns the communicator if it exists.
     pub(super) fn arrived<P: Process>(
         &self,
         process: &P,
@@ -495,8 +496,8 @@ impl Collectives {
         communicator
     }
 
-    /// The application has just been told that what went on at `parent` is over: what it made is there,
-    /// before the application can use it.
+    /// Records that the application has just heard that the call on `parent` is over. The new communicators are in the table
+    /// before the application can use them.
     pub(super) fn formed<P: Process>(
         &self,
         process: &P,
@@ -519,7 +520,7 @@ impl Collectives {
         }
     }
 
-    /// Gives back what was taken for a communicator that did not come to be.
+    /// Gives back the rank, use or number of a communicator that was not made.
     fn leave<P: Process>(&self, process: &P, newcomer: &Newcomer) {
         if let Some(local) = newcomer.local {
             process.cut().remove_rank(local.communicator, local.rank);
@@ -537,7 +538,7 @@ impl Collectives {
     }
 }
 
-/// Ranks keep their order when some are taken out.
+/// Returns the rank after a shrink. Ranks keep their order when some are excluded.
 fn rank_after_shrinking(parent: &Communicator, excluded: &[i32]) -> Rank {
     let own = parent.local;
     let out: std::collections::BTreeSet<u32> =

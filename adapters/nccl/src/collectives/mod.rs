@@ -5,24 +5,23 @@
 //! | a collective, `ncclCommWindowRegister`, `ncclCommSuspend` and its reverse, `ncclDevCommCreate`, `ncclCommSplit` | the communicator's collectives |
 //! | `ncclSend`, `ncclRecv` | the pair's lane; to oneself, nothing |
 //! | `ncclPutSignal`, `ncclSignal`, `ncclWaitSignal` | the signals of that index and context between the two; to oneself, nothing |
-//! | `ncclCommInitRank` and its variants, `ncclCommShrink`, `ncclCommGrow` | the making of the new communicator |
+//! | `ncclCommInitRank` and its variants, `ncclCommShrink`, `ncclCommGrow` | the creation of the new communicator |
 //! | `ncclCommFinalize`, `ncclCommDestroy` | the communicator's end, once |
 //! | `ncclCommAbort`, `ncclCommRevoke` | nothing, and are never held |
 //! | `ncclEpDispatch`, `ncclEpCombine` and others of NCCL EP | see `experts.rs` |
 //!
-//! Between `ncclGroupStart` and the outermost `ncclGroupEnd` calls are gathered, and counted as one launch
-//! at the end: NCCL itself starts nothing earlier (`ncclGroupEndInternal` in its `src/group.cc`). `PyTorch`
-//! brackets sends, receives, coalesced collectives and every call of a non-blocking communicator so, and
-//! then asks for the state until the call is over (`AutoNcclGroup` in its `torch/csrc/cuda/nccl.cpp`); it ends
-//! its open groups before it makes a communicator (`initNCCLComm` in `ProcessGroupNCCL.cpp`). On a stream
-//! under capture nothing is launched: the increments go to the capture, and count at each launch of its graph.
+//! Between `ncclGroupStart` and the outermost `ncclGroupEnd` calls are gathered, and counted as one launch at the end: NCCL
+//! itself starts nothing earlier (`ncclGroupEndInternal` in its `src/group.cc`). `PyTorch` brackets sends, receives, coalesced
+//! collectives and every call of a non-blocking communicator so. Then it queries the state until the call is over
+//! (`AutoNcclGroup` in its `torch/csrc/cuda/nccl.cpp`). It ends its open groups before it makes a communicator (`initNCCLComm`
+//! in `ProcessGroupNCCL.cpp`). On a stream under capture nothing is launched: the increments go to the capture, and count at
+//! each launch of its graph.
 //!
-//! A thread that is held while another ends its communicator must not go on to NCCL with what has been freed: it is
-//! turned back, with `ncclInvalidUsage`. Where it holds a group of NCCL's open that names the communicator, it ends that
-//! group in failure, while the thread that ends the communicator waits for it ([`Collectives::abort`]).
+//! A thread may be held while another ends its communicator. It must not go on to NCCL with a freed communicator, so its call
+//! is refused with `ncclInvalidUsage`. If the thread has an open NCCL group that names the communicator, it ends that group in
+//! failure. The thread that ends the communicator waits for that ([`Collectives::abort`]).
 //!
-//! Nothing here calls NCCL but through the caller's closures and [`Process`], so all of it is tested
-//! without.
+//! This code calls NCCL only through the caller's closures and [`Process`], so all of it is tested without NCCL.
 
 mod communicators;
 mod experts;
@@ -52,13 +51,13 @@ pub struct NcclResult(pub i32);
 impl NcclResult {
     /// `ncclSuccess`.
     pub const SUCCESS: Self = Self(0);
-    /// `ncclSystemError`: what NCCL says when something outside of it is missing.
+    /// `ncclSystemError`: NCCL's code when something outside NCCL is missing.
     pub const SYSTEM_ERROR: Self = Self(2);
     /// `ncclInternalError`.
     pub const INTERNAL_ERROR: Self = Self(3);
-    /// `ncclInvalidUsage`: what NCCL says of a communicator that has been revoked.
+    /// `ncclInvalidUsage`: NCCL's code for a communicator that has been revoked.
     pub const INVALID_USAGE: Self = Self(5);
-    /// `ncclInProgress`: the call goes on in a thread of NCCL's.
+    /// `ncclInProgress`: the call continues in a thread of NCCL's.
     pub const IN_PROGRESS: Self = Self(7);
 
     fn is_accepted(self) -> bool {
@@ -66,34 +65,35 @@ impl NcclResult {
     }
 }
 
-/// The process around the calls, as far as they need it.
+/// The services of the process that the calls need.
 pub trait Process {
     /// Returns the cut in which launches are counted.
     fn cut(&self) -> &Cut;
 
-    /// Tells people something, once.
+    /// Shows people a text, once.
     fn note(&self, text: &str);
 
-    /// A number that no other process has.
+    /// Returns a number that no other process has.
     fn seed(&self) -> u64;
 
-    /// The capture that work on `stream` is recorded by now; `None` when it would run.
+    /// Returns the capture that records work on `stream` now; `None` if the work would run.
     fn capture_of(&self, stream: usize) -> Option<u64>;
 
-    /// These launches are recorded by `capture`.
+    /// Records that `capture` has recorded these launches.
     fn add_to_capture(&self, capture: u64, increments: Vec<Increment>);
 
-    /// The communicator that NCCL has written to `place`, an out-pointer of the caller's which the caller
-    /// keeps until NCCL has; 0 when none.
+    /// Returns the communicator that NCCL has written to `place`, or 0 if there is none. `place` is an out-pointer of the
+    /// caller's, which the caller keeps until NCCL has written it.
     fn communicator_at(&self, place: usize) -> usize;
 
     /// Returns the rank that a finished communicator reports, and the number of its ranks.
     fn rank_of(&self, communicator: usize) -> Option<(u32, u32)>;
 
-    /// NCCL's `ncclCommGetAsyncError`; asked from other threads too.
+    /// Returns NCCL's `ncclCommGetAsyncError`, which is called from other threads too.
     fn state_of(&self) -> fn(communicator: usize) -> NcclResult;
 
-    /// Has NCCL fail the group that this thread has open: its end will launch nothing and forget what the group names.
+    /// Makes NCCL fail the group that this thread has open: its end launches nothing, and forgets the communicators that the
+    /// group names.
     fn spoil_group(&self);
 }
 
@@ -114,12 +114,12 @@ pub enum Operation<'a> {
     },
     /// A signal to a rank, with or without data before it.
     Signal {
-        /// The signal, of those that the rank has.
+        /// The signal, among those of the rank.
         signal: Signal,
     },
     /// A wait for signals.
     Wait {
-        /// For how many of which.
+        /// The signals and their counts.
         signals: &'a [Awaited],
     },
 }
@@ -140,20 +140,20 @@ pub struct Signal {
 pub struct Awaited {
     /// The signal that is waited for.
     pub signal: Signal,
-    /// The number to wait for, beyond those waited for before.
+    /// The number of signals to wait for, in addition to those waited for before.
     pub count: i32,
 }
 
-/// NCCL in this process. One a process: groups belong to threads.
+/// The state of NCCL in this process. A process has one: groups belong to threads.
 #[derive(Debug, Default)]
 pub struct Collectives {
     communicators: Communicators,
     made_here: AtomicU64,
     /// Has any call ever returned `ncclInProgress`?
     has_non_blocking: AtomicBool,
-    /// Made by calls that go on; their pointers are not there yet.
+    /// Communicators of calls that are still in progress; their pointers are not written yet.
     forming: Mutex<Vec<Newcomer>>,
-    /// The number of communicators that this process has made of each identity as each rank. Under `NCCL_COMM_ID` all
+    /// For each identity and rank: the number of communicators that this process has made. Under `NCCL_COMM_ID` all
     /// `ncclUniqueId`s are the same.
     uses: Mutex<HashMap<(CommunicatorId, u32), u64>>,
     experts: Experts,
@@ -162,8 +162,8 @@ pub struct Collectives {
 }
 
 impl Collectives {
-    /// A call that launches `operation` on a stream, or, in a group, will. `call` is NCCL's own function.
-    /// Waits while the rank is held.
+    /// Makes a call that launches `operation` on a stream now, or at the end of the group. `call` is NCCL's own function. Waits
+    /// while the rank is held.
     pub fn launch<P: Process>(
         &self,
         process: &P,
@@ -175,7 +175,7 @@ impl Collectives {
         self.counted(process, what, (communicator, operation), Some(stream), call)
     }
 
-    /// As [`Self::launch`], for what is collective and has no stream.
+    /// As [`Self::launch`], for a collective without a stream.
     pub fn agree<P: Process>(
         &self,
         process: &P,
@@ -225,7 +225,7 @@ impl Collectives {
         self.launched(process, what, (&communicator, increments), capture, call)
     }
 
-    /// A launch of `increments` outside of any group, or one that no group defers.
+    /// Launches `increments` outside of any group, or for a call that no group defers.
     fn launched<P: Process>(
         &self,
         process: &P,
@@ -260,8 +260,7 @@ impl Collectives {
         result
     }
 
-    /// `ncclGroupEnd`. The outermost launches all that the group has gathered, after waiting while the rank
-    /// is held.
+    /// `ncclGroupEnd`. The outermost end launches all calls that the group has gathered. It first waits while the rank is held.
     pub fn group_end<P: Process>(
         &self,
         process: &P,
@@ -289,7 +288,7 @@ impl Collectives {
                 (result, touched)
             }
             Err(withdrawal) => {
-                // NCCL's own group names the communicator: it must be over before that is freed.
+                // NCCL's own group names the communicator: the group must be over before the communicator is freed.
                 process.spoil_group();
                 group::inside(call);
                 self.group_ended(process, group, NcclResult::INVALID_USAGE);
@@ -300,7 +299,7 @@ impl Collectives {
         result
     }
 
-    /// NCCL has ended `group`, and said `result`. Returns the communicators that it is about.
+    /// Records that NCCL has ended `group` with `result`. Returns the communicators of the group.
     fn group_ended<P: Process>(
         &self,
         process: &P,
@@ -346,7 +345,7 @@ impl Collectives {
         result
     }
 
-    /// `ncclCommGetAsyncError`: `ask` returns what NCCL says of the communicator.
+    /// `ncclCommGetAsyncError`: `ask` returns NCCL's state of the communicator.
     pub fn state<P: Process>(
         &self,
         process: &P,
@@ -366,8 +365,8 @@ impl Collectives {
         state
     }
 
-    /// The communicator of a call that may be counted: not one of NCCL's own, and of a communicator that we
-    /// have seen coming to be.
+    /// Returns the communicator of a call that may be counted. The call is not one of NCCL's own, and we have seen the
+    /// communicator's creation.
     fn known<P: Process>(&self, process: &P, pointer: usize) -> Option<Arc<Communicator>> {
         if group::is_inside() {
             return None;
@@ -383,7 +382,7 @@ impl Collectives {
         let found = found?;
         match found.use_left() {
             UseLeft::All => Some(found),
-            // NCCL refuses what would launch.
+            // NCCL refuses calls that would launch work.
             UseLeft::Ending => None,
             UseLeft::Uncounted => {
                 if !self.has_noted_given_up.swap(true, Ordering::Relaxed) {
@@ -398,7 +397,7 @@ impl Collectives {
         }
     }
 
-    /// The call is back: tells the cut what came of it.
+    /// Records the end of a call in the cut.
     fn settle<P: Process>(
         &self,
         process: &P,
@@ -429,8 +428,7 @@ impl Collectives {
     }
 }
 
-/// Returns the increments that an operation adds. There are none for a message or a signal to oneself, which waits for
-/// nobody else.
+/// Returns the increments that an operation adds. A message or a signal to oneself adds none: it waits for nobody else.
 fn increments_of(
     communicator: &Communicator,
     cut: &Cut,
@@ -460,7 +458,7 @@ fn increments_of(
     }
 }
 
-/// The answer to a call that must not be made.
+/// Returns the answer to a call that must not be made.
 fn turned_back<P: Process>(
     process: &P,
     what: &'static str,

@@ -1,4 +1,4 @@
-//! The provider's functions that a library looked up before we came, and keeps in its own data.
+//! The provider's functions that a library looked up before the attach, and keeps in its own data.
 //!
 //! A CUDA runtime, shared or linked into a library, asks for hundreds of the driver's functions at its first
 //! use and keeps their addresses in static data (`libcudart` 12.9 and 13.5: in `.bss`; NCCL and `PyTorch`
@@ -11,7 +11,7 @@ use super::object::Object;
 use super::protections::Protections;
 use crate::provider::Exchange;
 
-/// Exchanges what `object` keeps; returns how many addresses.
+/// Exchanges the addresses that `object` keeps. Returns how many.
 pub(super) fn exchange(object: &Object<'_>, known: &Exchange, protections: &Protections) -> usize {
     const STEP: usize = size_of::<usize>();
     let Some(span) = known.span() else {

@@ -43,7 +43,7 @@ use sublet_sync::sync::lock;
 use super::loader::{Binding, is_file_of};
 use super::provider::Provider;
 
-/// The most looks at slots that the loader is not done with.
+/// The most looks at slots that the loader has not finished with.
 const TRIES_MAX: u8 = 32;
 
 /// The key by which an object is known again. One that is loaded in the place of another, from the same file, is the
@@ -56,7 +56,7 @@ struct Identity {
     sizes: (usize, usize),
 }
 
-/// The memory that walks have of a library.
+/// The record that walks keep about a library.
 #[derive(Clone, Debug, Default)]
 pub struct Entry {
     /// Its imports of functions that we stand in for.
@@ -82,7 +82,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Does it reach anything that we stand in for, or might it?
+    /// Does it reach, or might it reach, a function that we replace?
     fn matters(&self) -> bool {
         !self.places.is_empty() || self.exchanged > 0 || self.problem.is_some()
     }
@@ -181,7 +181,7 @@ impl Patches {
         }
     }
 
-    /// Our function for imports of `name`.
+    /// Returns our function for imports of `name`.
     pub(super) fn import(&self, name: &CStr) -> Option<usize> {
         Some(self.ours.get()?.of(name)?.address)
     }
@@ -245,7 +245,7 @@ impl Patches {
         is_unknown
     }
 
-    /// Is a library loaded whose file's name begins so, as of the last walk?
+    /// Is a library loaded whose file name begins with `file`, as of the last walk?
     pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
         lock(&self.known).entries.keys().any(|identity| is_file_of(identity.name.to_bytes(), file))
     }
@@ -278,7 +278,7 @@ impl Patches {
 }
 
 thread_local! {
-    /// Set while this thread walks: what it calls may ask for a symbol.
+    /// True while this thread walks: functions that it calls may look up a symbol.
     static WALKING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -303,9 +303,9 @@ struct Walk {
     known: Option<MutexGuard<'static, Known>>,
     protections: OnceCell<Protections>,
     unsettled: bool,
-    /// Some library may keep functions of the provider's.
+    /// True if a library may keep functions of the provider.
     wants_provider: bool,
-    /// There was nothing to do.
+    /// True if the walk had nothing to do.
     is_done: bool,
     found: Findings,
 }

@@ -1,8 +1,8 @@
-//! A provider in a namespace of its own (`dlmopen`).
+//! A provider in a separate namespace (`dlmopen`).
 //!
-//! The loader's list is that of its caller's namespace. Libraries in another have a C library, a `dlsym` and a provider of
-//! their own, which no slot of ours can reach; the provider's file is then mapped once more than the list says. That costs a
-//! look at all mappings, so it is taken when something was loaded or unloaded since the last.
+//! The loader's list has only the libraries of its caller's namespace. Libraries in another namespace have their own C library,
+//! `dlsym` and provider, which our slots cannot reach. The provider's file is then mapped once more than the list says. A look at
+//! all mappings is costly, so it is made only if a library was loaded or unloaded since the last one.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -26,8 +26,7 @@ impl Elsewhere {
         Self(Mutex::new(Look { loads: (0, 0), found: None }))
     }
 
-    /// Looks again, unless `loads` are those of the last time. `here` is where the loader's list has the
-    /// provider.
+    /// Looks again, unless `loads` are those of the last look. `here` has the provider's addresses by the loader's list.
     pub(super) fn look(&self, provider: &Provider, loads: Loads, here: &[Range<usize>]) {
         let mut look = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if look.loads != loads {
@@ -35,13 +34,13 @@ impl Elsewhere {
         }
     }
 
-    /// The file that was found at the last look.
+    /// Returns the file that was found at the last look.
     pub(super) fn found(&self) -> Option<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).found.clone()
     }
 }
 
-/// The file of the first mapping of the provider's code in `maps` that is not in `here`.
+/// Returns the file of the first mapping of the provider's code in `maps` that is not in `here`.
 fn code_outside(provider: &Provider, maps: &[u8], here: &[Range<usize>]) -> Option<String> {
     let lines = maps.split(|&byte| byte == b'\n');
     lines.into_iter().find_map(|line| {

@@ -1,4 +1,4 @@
-//! One library as the loader has it in memory: its segments, and what it imports by name.
+//! One library in memory, as the loader mapped it: its segments, and its imports by name.
 //!
 //! Sizes and offsets in an image are whatever its maker wrote. Every range is checked to lie inside one
 //! segment that the loader mapped readable, so that a malformed image yields nothing instead of a fault.
@@ -82,10 +82,10 @@ pub(super) struct Imports<'walk> {
 /// The numbers of libraries that the loader has ever loaded, and ever unloaded.
 pub(super) type Loads = (u64, u64);
 
-/// Looks at each library of the loader's list, or at nothing where one is malformed, until it is told to end.
+/// A function for each library of the loader's list, or none for a malformed one. It decides when the list ends.
 type Look<'look> = &'look mut dyn FnMut(Loads, Option<Object<'_>>) -> ControlFlow<()>;
 
-/// Has `look` look at each library of the loader's list, whose lock is held meanwhile.
+/// Calls `look` for each library of the loader's list, whose lock is held meanwhile.
 pub(super) fn each(mut look: Look<'_>) {
     // SAFETY: `visit` is a callback as `dl_iterate_phdr` takes it, and its data outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut look).cast()) };
@@ -116,7 +116,7 @@ unsafe extern "C" fn visit(
 }
 
 impl<'walk> Object<'walk> {
-    /// The library that the loader's callback is about.
+    /// Returns the library of the loader's callback.
     ///
     /// # Safety
     /// `info` is the argument of a callback of `dl_iterate_phdr`, and `'walk` ends with that callback. The
@@ -152,12 +152,12 @@ impl<'walk> Object<'walk> {
         Some(Self { name, bias, segments, relro, dynamic, mapped: PhantomData })
     }
 
-    /// Does it hold `address`?
+    /// Is `address` in one of its segments?
     pub(super) fn contains(&self, address: usize) -> bool {
         self.segments.iter().any(|segment| segment.range.contains(&address))
     }
 
-    /// From its first byte to its last.
+    /// Returns the range from its first byte to its last.
     pub(super) fn span(&self) -> Option<Range<usize>> {
         let start = self.segments.iter().map(|segment| segment.range.start).min()?;
         let end = self.segments.iter().map(|segment| segment.range.end).max()?;
@@ -181,7 +181,7 @@ impl<'walk> Object<'walk> {
             let range = segment.range.clone();
             let before = range.start..self.relro.start.clamp(range.start, range.end);
             let behind = self.relro.end.clamp(range.start, range.end)..range.end;
-            // Where there is no such part, all is behind it.
+            // Without such a part, all data is writable.
             if self.relro.is_empty() { [range, 0..0] } else { [before, behind] }
         })
     }
@@ -235,25 +235,25 @@ impl<'walk> Object<'walk> {
             .filter_map(|entry| usize::try_from(entry.d_val.get(ORDER)).ok())
     }
 
-    /// The text of its names.
+    /// Returns the text of its names.
     fn names(&self) -> Option<&'walk [u8]> {
         let (start, bytes) = (self.values(DT_STRTAB).next()?, self.values(DT_STRSZ).next()?);
         self.constant(self.resolve(start)?, bytes)
     }
 
-    /// The names under the tag `wanted`.
+    /// Returns the names under the tag `wanted`.
     fn named(&self, wanted: DynamicTag) -> Vec<&'walk CStr> {
         let names = self.names().unwrap_or_default();
         let name = |start: usize| CStr::from_bytes_until_nul(names.get(start..)?).ok();
         self.values(wanted).filter_map(name).collect()
     }
 
-    /// The libraries that it depends on, in its own order.
+    /// Returns the libraries that it depends on, in its own order.
     pub(super) fn needed(&self) -> Vec<&'walk CStr> {
         self.named(DT_NEEDED)
     }
 
-    /// The name that others depend on it by, if it has one.
+    /// Returns the name by which others depend on it, if it has one.
     pub(super) fn soname(&self) -> Option<&'walk CStr> {
         self.named(DT_SONAME).first().copied()
     }
@@ -276,7 +276,7 @@ impl<'walk> Object<'walk> {
         Some(Imports { calls, data: table(DT_RELA, DT_RELASZ)?, symbols, names })
     }
 
-    /// The import at `place`; `None` where the relocation there is of another kind, or malformed.
+    /// Returns the import at `place`; `None` if the relocation there is of another kind, or malformed.
     pub(super) fn import_at(
         &self,
         imports: &Imports<'walk>,

@@ -10,22 +10,22 @@ use std::ops::ControlFlow;
 
 use super::object::{self, Object};
 
-/// The libraries that are looked through behind a caller.
+/// The libraries that are searched after a caller's library.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Behind {
     /// Files, in order.
     pub(crate) files: Vec<CString>,
-    /// Then libraries that were opened with `RTLD_GLOBAL` since the program was started.
+    /// Does the search continue with libraries that were opened with `RTLD_GLOBAL` since the program's start?
     pub(crate) goes_on: bool,
 }
 
-/// Returns the libraries that are looked through behind the one that holds `caller`; nothing where no library does.
+/// Returns the libraries that are searched after the one that contains `caller`; none if no library does.
 pub(crate) fn behind(caller: usize) -> Behind {
     behind_caller(&loaded_for(caller))
 }
 
-/// The files that the loader searches for `caller` alone, whatever name it asks for: all that were brought in together with it
-/// (glibc, `l_scope`). None for what was loaded with the program, which everybody finds.
+/// Returns the files that the loader searches only for `caller`, whatever the name: all that were loaded together with it (glibc,
+/// `l_scope`). Empty for libraries that were loaded with the program, which every caller finds.
 pub(crate) fn around(caller: usize) -> Vec<CString> {
     around_caller(&loaded_for(caller))
 }
@@ -75,7 +75,7 @@ fn dependencies(list: &[Loaded]) -> Vec<Vec<usize>> {
     list.iter().map(|loaded| loaded.needed.iter().filter_map(number).collect()).collect()
 }
 
-/// `first` and all that it depends on, breadth first.
+/// Returns `first` and all its dependencies, breadth first.
 fn breadth_first(dependencies: &[Vec<usize>], first: usize) -> Vec<usize> {
     let mut order = vec![first];
     let mut next = 0;

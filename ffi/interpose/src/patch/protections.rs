@@ -1,4 +1,4 @@
-//! The rights that this process has to its own pages, from `/proc/self/maps`.
+//! The access rights of this process to its own pages, from `/proc/self/maps`.
 
 use std::ops::Range;
 
@@ -23,21 +23,21 @@ pub(super) struct Protections {
 }
 
 impl Protections {
-    /// As they are now. Empty where the kernel does not say: then nothing is known to be mapped.
+    /// Reads the present mappings. Empty if the kernel does not report them: then nothing is known to be mapped.
     pub(super) fn read() -> Self {
         let lines = read_maps();
         let lines = lines.split(|&byte| byte == b'\n');
         Self { mappings: lines.filter_map(mapping_of).collect() }
     }
 
-    /// The rights of the page that holds `address`; `None` where nothing is mapped.
+    /// Returns the rights of the page that contains `address`; `None` if nothing is mapped there.
     pub(super) fn at(&self, address: usize) -> Option<Rights> {
         let behind = self.mappings.partition_point(|(range, _)| range.start <= address);
         let (range, rights) = self.mappings.get(behind.checked_sub(1)?)?;
         range.contains(&address).then_some(*rights)
     }
 
-    /// The parts of `range` that may be read and written.
+    /// Returns the parts of `range` that may be read and written.
     pub(super) fn writable_in(&self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let first = self.mappings.partition_point(|(mapped, _)| mapped.end <= range.start);
         let inside = self.mappings[first..].iter();
@@ -51,12 +51,12 @@ impl Protections {
     }
 }
 
-/// The text of the list. Names of files are bytes, and need not be text. Empty where the kernel does not say.
+/// Reads the text of the list. File names in it are bytes, and need not be text. Empty if the kernel does not report it.
 pub(super) fn read_maps() -> Vec<u8> {
     std::fs::read(MAPS).unwrap_or_default()
 }
 
-/// A line such as `7f00-8f00 r-xp 00000000 08:01 123 /lib/a.so`.
+/// Parses a line such as `7f00-8f00 r-xp 00000000 08:01 123 /lib/a.so`.
 pub(super) fn mapping_of(line: &[u8]) -> Option<(Range<usize>, Rights)> {
     let mut words = line.split(|&byte| byte == b' ');
     let range = std::str::from_utf8(words.next()?).ok()?;

@@ -1,4 +1,4 @@
-//! Import slots: when one may be written, and how.
+//! Writes to import slots.
 //!
 //! A slot is written only once the loader is done with it. While a library is being loaded its slots hold
 //! addresses of the file, to which the loader adds the bias later: writing earlier would have it add to our
@@ -17,19 +17,19 @@ use super::protections::{Protections, Rights};
 pub(super) enum Settled {
     /// It leads to us, and led there before; or it had not been bound yet.
     Ours,
-    /// It leads to us from now on, and led somewhere else before: who used it did not come to us.
+    /// It leads to us from now on, and led elsewhere before: earlier calls through it did not come to us.
     Turned,
     /// No library has the function, which is allowed; one that is loaded later does not change that.
     Absent,
-    /// The loader is not done with it.
+    /// The loader has not finished with it.
     NotYet,
     /// It cannot be written, for this reason.
     Refused(String),
 }
 
-/// Makes `import`'s slot lead to `ours`, when the loader is done with it.
+/// Makes `import`'s slot lead to `ours`, if the loader has finished with it.
 ///
-/// `protections` is asked only where there is something to write.
+/// `protections` is called only if there is something to write.
 pub(super) fn settle<'a>(
     object: &Object<'_>,
     import: &Import<'_>,
@@ -64,7 +64,7 @@ pub(super) fn settle<'a>(
     }
 }
 
-/// The address that a slot holds.
+/// Returns the address in a slot.
 pub(super) fn value(slot: &AtomicUsize) -> usize {
     slot.load(Ordering::Acquire)
 }

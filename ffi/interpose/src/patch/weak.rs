@@ -1,8 +1,8 @@
-//! Weak references that the loader has bound to us because we came with the program.
+//! Weak references that the loader has bound to us because this library was loaded with the program.
 //!
-//! A weak reference is a question: is the library here? Ours would answer yes for a library that is not, so those references are
-//! null again before the program starts. The references of libraries that are opened later stay as the loader binds them: a thread
-//! may be between its look at the reference and its call.
+//! A program checks a weak reference to learn whether a library is loaded. Our function would make an absent library seem loaded,
+//! so such references are cleared before the program starts. The references of libraries that are opened later stay as the loader
+//! binds them: a thread may be between its look at the reference and its call.
 
 use std::ffi::{CStr, CString};
 use std::ops::ControlFlow;
@@ -43,7 +43,7 @@ pub(crate) fn clear(
     }
 }
 
-/// The weak references of `object` that lead to us.
+/// Returns the weak references of `object` that lead to us.
 fn leading_to(object: &Object<'_>, is_own: fn(usize) -> bool) -> Vec<Found> {
     let Some(imports) = object.imports() else { return Vec::new() };
     let weak = imports.places().filter_map(|place| object.import_at(&imports, place));

@@ -64,7 +64,7 @@ def install(name: str) -> None:
 
 
 def asked() -> list[str]:
-    """What ``SUBLET_COMPAT`` names."""
+    """Returns the names in ``SUBLET_COMPAT``."""
     return os.environ.get(VARIABLE, "").replace(",", " ").split()
 
 

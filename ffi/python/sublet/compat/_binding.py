@@ -62,7 +62,7 @@ class Installed:
 
 @dataclass
 class _Bound:
-    """What was put into one module."""
+    """The replacements in one module."""
 
     module: ModuleType
     #: Holder, name in it, theirs (or ``_MISSING``, where a class inherits it), ours.
@@ -141,7 +141,7 @@ class Framework:
             self._is_installed = False
 
     def standing(self) -> Installed:
-        """What is replaced now."""
+        """Returns the present replacements."""
         with self._lock:
             if not self._is_installed:
                 return Installed(self.name, self.version())
@@ -197,7 +197,7 @@ def _found(module: ModuleType, name: str) -> tuple[Any, str]:
 
 
 def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
-    """What the module does not have of what is needed."""
+    """Returns, as text, the first need that the module lacks; ``None`` if it lacks nothing."""
     for target in targets:
         if target.optional and _theirs(module, target.name) is None:
             continue
@@ -208,7 +208,7 @@ def _lacking(module: ModuleType, targets: Iterable[Target]) -> Optional[str]:
 
 
 def lacking(module: ModuleType, name: str, parameters: Sequence[str]) -> Optional[str]:
-    """What the module lacks of one function: itself, or a parameter. ``None`` if nothing."""
+    """Returns what one function lacks in the module: the function itself, or a parameter. ``None`` if nothing."""
     theirs = _theirs(module, name)
     if not callable(theirs):
         return f"has no {module.__name__}.{name}"
@@ -223,7 +223,7 @@ def lacking(module: ModuleType, name: str, parameters: Sequence[str]) -> Optiona
 
 
 def _theirs(module: ModuleType, name: str) -> Any:
-    """What they have by this name; ``None`` if nothing."""
+    """Returns their object of this name; ``None`` if there is none."""
     holder, last = _found(module, name)
     return getattr(holder, last, None)
 

@@ -34,7 +34,7 @@ Tensors = Callable[[], Iterable[Any]]
 
 
 class _Where(enum.Enum):
-    """Where the tensors are, and who has brought them there."""
+    """The place of the tensors, and the caller that moved them there."""
 
     #: On their device, without a tag.
     THEIRS = enum.auto()
@@ -104,7 +104,7 @@ class Moved:
                 theirs()
 
     def stay(self) -> None:
-        """Brings it back if it is paused, for somebody who reads it where it was left away."""
+        """Resumes it if it is paused, for a caller that reads it at a point where it was left paused."""
         with self._lock:
             if self._where is _Where.AWAY:
                 resume(self.tag)
@@ -214,7 +214,7 @@ class Movables:
             return kinds[kind]
 
     def bring_back(self) -> None:
-        """Resumes all that is away."""
+        """Resumes all that is paused."""
         with self._lock:
             found = [moved for kinds in self._of.values() for moved in kinds.values()]
         for moved in found:
@@ -259,14 +259,14 @@ def of_module(module: Any) -> Iterator[Any]:
 
 
 def empty_cache() -> None:
-    """Has torch give back what it has cached of no tag, once."""
+    """Makes torch free cached memory without a tag, once."""
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.cuda.empty_cache()
 
 
 def _addresses(tensors: Iterable[Any]) -> frozenset[tuple[int, int]]:
-    """Where tensors lie on their devices: address and bytes."""
+    """Returns the addresses and bytes of tensors on their devices."""
     found = set()
     for tensor in tensors:
         # A DTensor's own part.

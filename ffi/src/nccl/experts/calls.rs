@@ -1,4 +1,4 @@
-//! NCCL EP's functions that count: C arguments taken apart for `sublet_nccl::collectives`.
+//! NCCL EP's functions that count launches. They convert C arguments for `sublet_nccl::collectives`.
 
 #![expect(unsafe_code, reason = "exports functions under NCCL EP's names and calls NCCL EP")]
 #![expect(non_snake_case, reason = "named as NCCL EP names them")]

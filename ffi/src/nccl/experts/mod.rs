@@ -1,4 +1,4 @@
-//! NCCL EP's public functions under their own names, counted where `sublet_nccl::collectives` says.
+//! NCCL EP's public functions under their own names, counted by the rules of `sublet_nccl::collectives`.
 
 pub(crate) mod calls;
 
@@ -9,7 +9,7 @@ use crate::runtime;
 use sublet_interpose::interpose_library;
 use sublet_interpose::library::{Description, Library};
 
-/// NCCL EP, and what is known of it in this process.
+/// NCCL EP, and its known copies in this process.
 pub(crate) static NCCL_EP: Library = Library::new(Description {
     prefix: "ncclEp",
     landmark: c"ncclEpGetVersion",

@@ -82,7 +82,7 @@ pub(crate) struct SwapDocument<'a> {
 }
 
 impl<'a> SwapDocument<'a> {
-    /// Of the halves that were tried. What did not come is why a swap failed, or else what did not leave.
+    /// Creates the document of the halves that were tried. The reason for a failure is the resume's error, or else the pause's.
     pub(super) fn new(
         paused: Option<Document<'a>>,
         resumed: Option<Document<'a>>,
@@ -127,7 +127,7 @@ impl<'a> Document<'a> {
         document
     }
 
-    /// Of a pause whose job has such processes.
+    /// Adds processes of the job that run outside Sublet.
     pub(super) fn with_strayed(self, strayed: &'a [Outside]) -> Self {
         let outcome = if strayed.is_empty() { self.outcome } else { "partial" };
         Self { outcome, strayed, ..self }
@@ -151,7 +151,7 @@ impl<'a> Document<'a> {
         self.unchanged = trouble.left_unchanged();
     }
 
-    /// Of a resume that queued.
+    /// Creates the document of a resume that queued.
     pub(super) fn queued(tenant: &'a TenantName, result: &'a Result<Switched, Trouble>) -> Self {
         let mut document = Self::new(tenant, &Ok(Outcome::AlreadyActive));
         match result {

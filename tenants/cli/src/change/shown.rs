@@ -1,4 +1,4 @@
-//! The outcome of a pause, resume or swap, for people: one line, and with `-v` what it is made of.
+//! The outcome of a pause, resume or swap, for people: one line, and details with `-v`.
 
 use tenants::coordinator::{Outcome, Report, staying};
 use tenants::identity::TenantName;
@@ -11,7 +11,7 @@ use crate::gpus::Gpus;
 use crate::output::{self, Output};
 use crate::units;
 
-/// Prints it, for the memory that `scope` names.
+/// Prints the outcome for the memory that `scope` names.
 pub(super) fn outcome(
     tenant: &TenantName,
     scope: &Scope,
@@ -44,7 +44,7 @@ pub(super) fn outcome(
     }
 }
 
-/// Says what was done, how much it moved, and how to undo it.
+/// Returns the line that says what was done, how much was moved, and how to undo it.
 pub(crate) fn line(tenant: &TenantName, scope: &Scope, report: &Report, gpus: &Gpus) -> String {
     let (subject, took) = (scope.subject(tenant), units::micros(report.wall_us));
     let (done, moved) = (done(report.action), moved(report, gpus));
@@ -68,7 +68,7 @@ pub(crate) fn line(tenant: &TenantName, scope: &Scope, report: &Report, gpus: &G
     format!("{done} {subject} in {took}: {moved}, the job keeps running{way_on}: {resume}")
 }
 
-/// Such as "3 GiB freed on GPU 0-3, 1 GiB copied". What was zero or as before need not be copied.
+/// Returns a text such as "3 GiB freed on GPU 0-3, 1 GiB copied". Zero or unchanged memory need not be copied.
 fn moved(report: &Report, gpus: &Gpus) -> String {
     let (bytes, done) = match report.action {
         Action::Pause => (report.freed_bytes, "freed"),
@@ -86,7 +86,7 @@ fn moved(report: &Report, gpus: &Gpus) -> String {
     format!("{} {done}{place}{}", units::bytes(bytes), copied.unwrap_or_default())
 }
 
-/// Both halves of a swap if both were done, else none.
+/// Returns the lines of a swap if both halves were done, else none.
 pub(super) fn swap(swap: &Swap, how: ShowArgs, look: fn() -> Gpus) -> Option<Vec<String>> {
     let (Outcome::Completed(paused), Outcome::Completed(resumed)) = (&swap.paused, &swap.resumed)
     else {
@@ -116,7 +116,7 @@ pub(super) fn swap(swap: &Swap, how: ShowArgs, look: fn() -> Gpus) -> Option<Vec
     Some(output.into_lines())
 }
 
-/// Bytes each way and the time that both took together; none where one half came after the other.
+/// Returns the bytes in each direction and the time of both together; none if one half followed the other.
 fn rates(swap: &Swap) -> Option<String> {
     let (Outcome::Completed(paused), Outcome::Completed(resumed)) = (&swap.paused, &swap.resumed)
     else {
@@ -138,7 +138,7 @@ fn rates(swap: &Swap) -> Option<String> {
     ))
 }
 
-/// Times of the phases, and bytes of the GPUs.
+/// Prints the times of the phases, and the bytes of the GPUs.
 pub(crate) fn details(report: &Report, gpus: &Gpus, output: &mut Output) {
     let (title, moved) = match report.action {
         Action::Pause => ("pause of", "FREED"),
@@ -200,7 +200,7 @@ pub(crate) fn remark(report: &Report, output: &mut Output) {
     }
 }
 
-/// In words, what was done to the tenant.
+/// Returns the verb for the change.
 fn done(action: Action) -> &'static str {
     match action {
         Action::Pause => "paused",

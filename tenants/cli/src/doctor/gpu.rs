@@ -16,7 +16,7 @@ pub(super) fn checks() -> Vec<Check> {
     }
 }
 
-/// The loader's message names its own next step, if it has one.
+/// Returns the finding that there is no driver. The loader's message names its own next step, if it has one.
 fn no_driver(message: String) -> Check {
     let next = "without a driver nothing can be paused on this machine; `sublet simulate -- bash` has simulated GPUs to try it on";
     Check::fail("driver", message, next)
@@ -94,8 +94,8 @@ fn can_multicast<D: Driver>(driver: &D, device: DeviceOrdinal) -> bool {
     driver.device_attribute(device, DeviceAttribute::MULTICAST_SUPPORTED).is_ok_and(|it| it != 0)
 }
 
-/// The cost of hiding multicast, where there are switches that have it. The driver is asked, as NCCL asks it: that there are
-/// switches (`/proc/driver/nvidia-nvswitch`) does not say so, since those of A100 servers cannot multicast.
+/// Checks the cost of hiding multicast, if the switches support it. It queries the driver as NCCL does. The existence of switches
+/// (`/proc/driver/nvidia-nvswitch`) is not enough, because those of A100 servers cannot multicast.
 fn multicast(gpus: usize) -> Check {
     let subject = "NVLS";
     if gpus < 2 {
@@ -111,7 +111,7 @@ fn multicast(gpus: usize) -> Check {
     )
 }
 
-/// With all that is known of it: here people learn which GPU has which name.
+/// Returns all that is known of a GPU: here people learn which GPU has which name.
 fn named(gpu: &Gpu) -> String {
     let parts = [Some(gpu.in_words()), gpu.name.clone(), Some(gpu.uuid.clone())];
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")

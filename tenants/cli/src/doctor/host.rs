@@ -15,9 +15,10 @@ use crate::environment::Environment;
 use crate::run::find_library;
 use crate::units;
 
-/// Less host memory than this hardly holds any tenant's contents.
+/// The host memory below which hardly any tenant's contents fit.
 const HOST_BYTES_LOW: u64 = 8 << 30;
-/// Fewer open files than this hardly bring the shared memory of a rank among eight back, with several communicators.
+/// The number of open files below which the resume of a rank among eight may fail: its shared memory, with several communicators,
+/// needs descriptors.
 const FILES_LOW: u64 = 16 * 1024;
 
 pub(super) fn checks(environment: &Environment) -> Vec<Check> {
@@ -73,7 +74,7 @@ fn run_dir(environment: &Environment) -> Check {
     }
 }
 
-/// Host memory that contents can be saved to: what is available, within the container's limit.
+/// Checks the host memory for saved contents: the available memory, within the container's limit.
 fn host_memory(figures: &[HostFigure]) -> Check {
     let subject = "host memory";
     let Some(free) = figures.iter().map(|figure| figure.available_bytes).min() else {
@@ -108,8 +109,7 @@ fn locked_memory(soft_bytes: Option<u64>) -> Check {
     }
 }
 
-/// Checks how many descriptors a process may have while its memory comes back. The soft limit is raised to the hard one
-/// for that time.
+/// Checks how many descriptors a process may have during a resume. The soft limit is raised to the hard one for that time.
 fn open_files(hard: Option<u64>) -> Check {
     let subject = "open files";
     match hard {
@@ -151,9 +151,9 @@ struct Rule {
     next_step: &'static str,
 }
 
-/// May a pause hold a rank for longer than `milliseconds`, when others wait for it on their devices?
+/// May a pause hold a rank for longer than `milliseconds` while others wait for it on their devices?
 fn is_shorter_than_a_hold(milliseconds: &str) -> bool {
-    // As the library reads it: what is no number, or 0, leaves its default, 100 s.
+    // The library reads it this way too: with 0 or no number it uses its default, 100 s.
     milliseconds
         .parse()
         .is_ok_and(|value: u64| value > 0 && u128::from(value) < HELD_MAX.as_millis())

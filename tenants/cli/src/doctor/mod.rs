@@ -1,4 +1,4 @@
-//! `sublet doctor`: is this machine able, and what is in the way?
+//! `sublet doctor`: checks whether this machine can run Sublet, and what prevents it.
 
 mod gpu;
 mod host;
@@ -40,7 +40,7 @@ pub(crate) fn doctor(
     Ok(if able { ExitCode::SUCCESS } else { ExitCode::from(EXIT_UNCHANGED) })
 }
 
-/// Prints what is in the way, or all findings; and what that amounts to.
+/// Prints the problems or all findings, and a summary.
 fn render(checks: &[Check], all: bool, output: &mut Output) {
     let rows = checks.iter().filter(|check| all || check.level != Level::Ok).map(|check| {
         let level = match check.level {
@@ -54,7 +54,7 @@ fn render(checks: &[Check], all: bool, output: &mut Output) {
         };
         [level.to_owned(), check.subject.clone(), text]
     });
-    // Not cut at the end of a terminal: what to do stands last.
+    // The lines are not cut to the width of a terminal, because the next step is at their end.
     output.lines(output::table_without_header(rows).lines().map(|line| line.trim_end().to_owned()));
     let count = |level| checks.iter().filter(|check| check.level == level).count();
     let details = if all { "" } else { "; sublet doctor -v lists all checks" };

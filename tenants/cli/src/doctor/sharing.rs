@@ -1,4 +1,4 @@
-//! Other ways in which GPUs are shared or divided on this machine: MPS and MIG. What a pause does there is not established.
+//! Other ways in which GPUs are shared or divided on this machine: MPS and MIG. The effect of a pause there is not established.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Read as _};
@@ -12,7 +12,7 @@ use crate::environment::Environment;
 const PIPE_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 const PIPE_DIR: &str = "/tmp/nvidia-mps";
 const PID_BYTES_MAX: u64 = 32;
-/// The folder in which the kernel driver shows what it can do, GPU by GPU.
+/// The folder in which the kernel driver shows its capabilities for each GPU.
 const CAPABILITIES: &str = "/proc/driver/nvidia/capabilities";
 
 pub(super) fn checks(environment: &Environment) -> Vec<Check> {
@@ -21,10 +21,10 @@ pub(super) fn checks(environment: &Environment) -> Vec<Check> {
     vec![mps(dir, named.is_some(), Path::new("/proc")), mig(Path::new(CAPABILITIES))]
 }
 
-/// The multi-process service: CUDA programs share a context of its server's where its control daemon listens in `dir`.
+/// Checks the multi-process service: if its control daemon listens in `dir`, CUDA programs share a context of its server.
 fn mps(dir: &Path, is_named: bool, proc: &Path) -> Check {
     let subject = "MPS";
-    // The daemon's pipe, which programs of CUDA look for.
+    // `control` is the daemon's pipe, which CUDA programs look for.
     if !dir.join("control").exists() {
         return if is_named {
             let finding =
@@ -34,7 +34,7 @@ fn mps(dir: &Path, is_named: bool, proc: &Path) -> Check {
             Check::ok(subject, "no control daemon listens")
         };
     }
-    // Anybody may have made the directory.
+    // Any user may have created the directory.
     let file = dir.join("nvidia-cuda-mps-control.pid");
     let file = open_regular(OpenOptions::new().read(true), &file).ok();
     let pid = file.and_then(|file| io::read_to_string(file.take(PID_BYTES_MAX)).ok());
@@ -54,7 +54,7 @@ fn mps(dir: &Path, is_named: bool, proc: &Path) -> Check {
     )
 }
 
-/// Instances that GPUs are divided into.
+/// Checks for instances that GPUs are divided into.
 fn mig(capabilities: &Path) -> Check {
     let subject = "MIG";
     let names = |dir: &Path, prefix: &str| -> Vec<String> {

@@ -49,7 +49,7 @@ pub(crate) fn metrics(
         return Ok(ExitCode::SUCCESS);
     };
     let interrupt = signals::watch()?;
-    // What cannot be written at first cannot be written later.
+    // A failure of the first write ends the command; later writes would fail too.
     files::replace(path, &figures.text()?)?;
     loop {
         interrupt.wait(every);
@@ -82,7 +82,7 @@ fn listen(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The sources of the figures, which are read time and again.
+/// The sources of the figures, which are read repeatedly.
 struct Figures {
     run_dir: RunDir,
     gpus: Watched,
@@ -105,25 +105,26 @@ impl Figures {
     }
 }
 
-/// Samples of a family in the order of their labels, so that two scrapes differ only where figures do.
+/// Returns the text of all figures. Samples of a family are in the order of their labels, so that two scrapes differ only in
+/// changed figures.
 fn text_of(view: &View) -> Result<String, Failure> {
     let mut text = String::new();
     encode(&mut text, &registry(view)).map_err(|error| Failure::of(&error, EXIT_UNCHANGED))?;
     let mut lines: Vec<_> = text.lines().collect();
     for family in lines.split_mut(|line| line.starts_with('#')) {
-        // Those of a histogram are in order, by the bounds.
+        // Samples of a histogram are in order already, by their bounds.
         if family.iter().all(|line| !line.contains("le=\"")) {
             family.sort_unstable();
         }
     }
-    // In a label, a backslash stands as two.
+    // In a label, a backslash is written as two.
     let all = lines.into_iter().map(|line| plain_by("\\\\u", line) + "\n");
     Ok(all.collect())
 }
 
 type Labels = Vec<(&'static str, String)>;
 
-/// A tenant of [`all_users`] has its user in a label of its own.
+/// Returns labels. A tenant of [`all_users`] has its user in a separate label.
 fn labels<const N: usize>(pairs: [(&'static str, &str); N]) -> Labels {
     let split = |(name, value): (&'static str, &str)| {
         let user = value.split_once('/').filter(|_| name == "tenant");
@@ -134,7 +135,7 @@ fn labels<const N: usize>(pairs: [(&'static str, &str); N]) -> Labels {
     pairs.into_iter().flat_map(split).collect()
 }
 
-/// Registers a family of whole numbers. Those of the same labels add up.
+/// Registers a family of whole numbers. Values with the same labels are added.
 fn gauge(
     registry: &mut Registry,
     name: &str,
@@ -359,7 +360,7 @@ fn pause_seconds(view: &View) -> PauseSeconds {
     PauseSeconds(all)
 }
 
-/// All processes that answered, with their tenants' names.
+/// Returns all processes that answered, with their tenants' names.
 fn members(view: &View) -> impl Iterator<Item = (&str, &MemberStats)> {
     view.tenants.iter().flat_map(|tenant| {
         tenant.stats.members.iter().map(|member| (tenant.stats.tenant.as_str(), member))

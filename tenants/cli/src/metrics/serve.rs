@@ -1,16 +1,16 @@
-//! Figures by HTTP: `GET /metrics`, for Prometheus to scrape.
+//! An HTTP server of figures: `GET /metrics`, for Prometheus to scrape.
 //!
 //! ```text
 //!   a bounded number of threads, each of which accepts a connection, reads one request and writes the answer, in a bounded time
 //!     +--ask--> the one that looks: one look at a time, and at most one each second
 //! ```
 //!
-//! Any user of the machine may connect. So a connection that asks nothing soon makes way for those that wait.
-//! Any page in a browser may lead its own name here. So a request that calls us by a name that is not ours is refused.
+//! Any user of the machine may connect. So a connection without a request is closed soon, for those that wait. Any page in a
+//! browser may resolve its own name to this address. So a request with a host name that is not ours is refused.
 //!
-//! A look that takes too long is answered with 503 by the scraper's own deadline; it goes on, and the next scrape has it or a newer
-//! one. A connection has one request: who scrapes each few seconds needs no more. So this has the little of HTTP that it takes itself: servers in
-//! libraries have no deadlines, or bring an asynchronous runtime.
+//! If a look takes too long, the answer at the scraper's deadline is 503. The look goes on, and the next scrape gets its result
+//! or a newer one. A connection has one request, which is enough for a scrape every few seconds. So this module has its own small
+//! part of HTTP: servers in libraries have no deadlines, or need an asynchronous runtime.
 
 use std::io::{self, BufRead as _, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
@@ -25,24 +25,24 @@ use tenants::coordinator::Interrupt;
 use crate::failure::{EXIT_UNCHANGED, Failure};
 use crate::output;
 
-/// The address to listen on when nothing else is said: on this machine alone.
+/// The default address to listen on, for this machine alone.
 pub(crate) const ADDRESS: &str = "127.0.0.1:9400";
 /// Connections at a time. More wait.
 const CONNECTIONS_MAX: usize = 128;
-/// The time that a client has to ask, and the time that it has to take the answer.
+/// The time limit of a client, for its request and for reading the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The most that is read of a request.
 const REQUEST_BYTES_MAX: u64 = 64 << 10;
-/// The least from one look to the next. Who asks sooner gets what the last has found.
+/// The shortest time between two looks. An earlier request gets the result of the last look.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// The longest time of a look where the scraper does not say: Prometheus waits 10 s by default.
+/// The longest time of a look if the scraper gives none. Prometheus waits 10 s by default.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(9);
-/// The most, whatever the scraper says.
+/// The longest time of a look, whatever the scraper gives.
 const LOOK_TIMEOUT_MAX: Duration = Duration::from_secs(50);
 /// The part of a scraper's own deadline that a look may take.
 const SHARE: f64 = 0.9;
 const TIMEOUT_HEADER: &str = "X-Prometheus-Scrape-Timeout-Seconds";
-/// After a connection that could not be accepted, for want of descriptors say.
+/// The pause after a connection could not be accepted, for example for lack of descriptors.
 const BACK_OFF: Duration = Duration::from_secs(1);
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -51,7 +51,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The outcome of one look: figures, or why there are none.
 type Look = Result<String, String>;
-/// The thread that looks answers those who ask.
+/// The way to request figures from the thread that looks.
 type Source = Sender<Sender<Look>>;
 
 fn look_for(asked: &Receiver<Sender<Look>>, mut look: impl FnMut() -> Look) {
@@ -59,7 +59,7 @@ fn look_for(asked: &Receiver<Sender<Look>>, mut look: impl FnMut() -> Look) {
     while let Ok(asker) = asked.recv() {
         let fresh = last.take().filter(|(_, at)| at.elapsed() < LOOK_EVERY);
         let (found, _) = last.insert(fresh.unwrap_or_else(|| (look(), Instant::now())));
-        // A client that has waited too long is not there.
+        // A client that has waited too long is gone.
         asker.send(found.clone()).ok();
     }
 }
@@ -75,7 +75,7 @@ fn ask(source: &Source, limit: Duration) -> Look {
     })
 }
 
-/// Serves what `look` finds until `interrupt` is raised. `say` is told where, once it listens.
+/// Serves the results of `look` until `interrupt` is raised. Calls `say` with the address, once it listens.
 pub(super) fn serve(
     address: SocketAddr,
     look: impl FnMut() -> Look + Send + 'static,
@@ -89,7 +89,7 @@ pub(super) fn serve(
         Failure::new(message, EXIT_UNCHANGED)
     };
     let listener = TcpListener::bind(address).map_err(failed)?;
-    // As many may wait as the system allows.
+    // As many connections may wait as the system allows.
     listen(&listener, Backlog::MAXCONN).map_err(|errno| failed(errno.into()))?;
     let (source, asked) = mpsc::channel();
     thread::Builder::new().spawn(move || look_for(&asked, look)).map_err(failed)?;
@@ -99,7 +99,7 @@ pub(super) fn serve(
         let (listener, source) = (Arc::clone(&listener), source.clone());
         let serve_all = move || {
             loop {
-                // A client that went away, or was too slow: there is nobody to be told.
+                // An error means that the client has gone or was too slow. There is no one to report it to.
                 accept(&listener).map(|stream| answer_to(stream, &source));
             }
         };
@@ -111,7 +111,7 @@ pub(super) fn serve(
     Ok(())
 }
 
-/// The next connection. One thread waits for it at a time.
+/// Waits for the next connection. One thread waits at a time.
 fn accept(listener: &Mutex<(TcpListener, Interrupt)>) -> Option<TcpStream> {
     let listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
     match listener.0.accept() {
@@ -124,11 +124,11 @@ fn accept(listener: &Mutex<(TcpListener, Interrupt)>) -> Option<TcpStream> {
     }
 }
 
-/// A client that is read from and written to until a deadline.
+/// A client connection with a deadline for reads and writes.
 struct Client(TcpStream, Instant);
 
 impl Client {
-    /// The time that is left. To wait for none is an error.
+    /// Returns the time until the deadline. A wait of zero is an error.
     fn left(&self) -> Duration {
         self.1.saturating_duration_since(Instant::now())
     }
@@ -152,7 +152,7 @@ impl Write for Client {
     }
 }
 
-/// Answers one request. None where there is none, or nobody who waits for the answer.
+/// Answers one request. None if there is no request, or no client waits for the answer.
 fn answer_to(stream: TcpStream, source: &Source) -> Option<()> {
     let mut client = Client(stream, Instant::now() + CLIENT_TIMEOUT);
     let mut head = String::new();
@@ -165,7 +165,7 @@ fn answer_to(stream: TcpStream, source: &Source) -> Option<()> {
     client.write_all(answer.as_bytes()).ok()
 }
 
-/// The answer to the request with this head.
+/// Returns the answer to the request with this head.
 fn answer(head: &str, source: &Source) -> Option<String> {
     let mut lines = head.lines();
     let (method, rest) = lines.next()?.split_once(' ')?;
@@ -189,7 +189,7 @@ fn answer(head: &str, source: &Source) -> Option<String> {
     } else {
         match ask(source, limit(all(TIMEOUT_HEADER).next())) {
             Ok(text) => {
-                // The text can be read as either.
+                // The text is valid in both formats.
                 let is_open =
                     all("accept").any(|kinds| kinds.contains("application/openmetrics-text"));
                 ("200 OK", if is_open { OPEN_METRICS } else { PLAIN }, text)
@@ -204,8 +204,8 @@ fn answer(head: &str, source: &Source) -> Option<String> {
     ))
 }
 
-/// Is the host of `authority`, such as `localhost:9400`, this machine's name, or an address? The owner of a name may lead it here. An address is
-/// where the asker has gone itself: one of ours, or that of a port that leads here.
+/// Is the host of `authority`, such as `localhost:9400`, this machine's name, or an address? The owner of any other name may
+/// resolve it to this machine. An address is the one that the client itself has connected to: ours, or that of a forwarded port.
 fn is_ours(authority: &str) -> bool {
     let port = |(_, port): &(&str, &str)| port.parse::<u16>().is_ok();
     let host = authority.rsplit_once(':').filter(port).map_or(authority, |(host, _)| host);
@@ -219,7 +219,7 @@ fn host_name() -> String {
     name.trim().to_owned()
 }
 
-/// Returns the time limit of a look: the time that the scraper says it waits, less what the way takes.
+/// Returns the time limit of a look: a part of the scraper's own time limit.
 fn limit(said: Option<&str>) -> Duration {
     let seconds = said.and_then(|text| text.parse::<f64>().ok());
     let share = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds * SHARE).ok());
@@ -227,7 +227,7 @@ fn limit(said: Option<&str>) -> Duration {
     share.map_or(LOOK_TIMEOUT, |share| share.min(LOOK_TIMEOUT_MAX))
 }
 
-/// An address to listen on; a port alone is on this machine.
+/// Parses an address to listen on. A port alone means this machine only.
 pub(crate) fn address(text: &str) -> Result<SocketAddr, String> {
     let on_this_machine = text.parse::<u16>().map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
     let by_name = || text.to_socket_addrs().ok()?.next();

@@ -12,9 +12,9 @@ use crate::output::{self, Output};
 use crate::view::{TenantView, View};
 use crate::{outsiders, units};
 
-/// Every process with its memory by GPU, library and tag. `early` has no GPU memory yet.
+/// Prints every process with its memory by GPU, library and tag. Processes of `early` have no GPU memory yet.
 pub(super) fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mut Output) {
-    // Most tenants are in none.
+    // Most tenants are in no family.
     let mut members = view.tenants.iter().flat_map(|tenant| &tenant.stats.members);
     let has_family = members.any(|member| member.member.family.is_some());
     let mut header = vec![
@@ -71,7 +71,7 @@ pub(super) fn render(view: &View, early: &BTreeMap<TenantName, u32>, output: &mu
     }
 }
 
-/// One row for each class of memory; a process without any has one row.
+/// Returns one row for each class of memory; a process without memory has one row.
 fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Vec<String>> {
     let pid = member.member.pid;
     let left = tenant.left_by(pid).map(|left| left_label(left.bytes()));
@@ -108,7 +108,7 @@ fn member_rows(view: &View, tenant: &TenantView, member: &MemberStats) -> Vec<Ve
     rows
 }
 
-/// The rows of a process that says nothing itself: one for each GPU on which it is known to have memory, or one.
+/// Returns the rows of a process that does not answer: one for each GPU on which it is known to have memory, or else one.
 fn rows_of_silence(
     view: &View,
     [tenant, state]: [&str; 2],

@@ -7,7 +7,7 @@ use vmm_pool::PoolReport;
 use crate::view::View;
 use crate::{budget, units};
 
-/// Says what a tenant holds of its budgets, what its processes wait for, and who did not answer.
+/// Returns remarks about a tenant's budgets, the waits of its processes, and the processes that did not answer.
 pub(super) fn tenant_remarks(tenant: &TenantStats) -> Vec<String> {
     let mut remarks: Vec<_> = budget::remarks(tenant).collect();
     remarks.extend(nccl_remark(tenant));
@@ -16,8 +16,8 @@ pub(super) fn tenant_remarks(tenant: &TenantStats) -> Vec<String> {
     remarks
 }
 
-/// Says what stays on a GPU and why, and what members say, each with the process id. `by_gpu`: what stays is said for
-/// each GPU.
+/// Returns remarks about memory that stays on a GPU, and the notes of members, each with the process id. `by_gpu`: memory that
+/// stays is listed for each GPU.
 pub(super) fn remarks_of_members(
     view: &View,
     tenant: &TenantStats,
@@ -52,7 +52,7 @@ pub(super) fn remarks_of_members(
     remarks
 }
 
-/// NCCL is paused by itself: what may look like a job that hangs.
+/// Returns a remark if only NCCL's memory is paused: the job may look as if it hung.
 fn nccl_remark(tenant: &TenantStats) -> Option<String> {
     let waiting = tenant.members.iter().filter(|member| member.member.nccl_waits).count();
     let (name, all) = (&tenant.tenant, tenant.members.len());
@@ -63,7 +63,7 @@ fn nccl_remark(tenant: &TenantStats) -> Option<String> {
     })
 }
 
-/// Memory that another tenant has open: a pause waits for it.
+/// Returns a remark about memory that another tenant has open: a pause waits for it.
 fn lent_remark(lent: &Lent) -> String {
     let pid = lent.pid.map_or_else(|| "?".to_owned(), |pid| pid.to_string());
     format!(
@@ -74,14 +74,14 @@ fn lent_remark(lent: &Lent) -> String {
     )
 }
 
-/// Its contexts are away too.
+/// Returns a remark if the contexts of the process are removed too.
 fn deep_remark(member: &MemberInfo, tenant: &str) -> Option<String> {
     (member.state == MemberState::Deep).then(|| {
         format!("deep pause: neither its memory nor its contexts are on a GPU; `sublet resume {tenant}` restores both")
     })
 }
 
-/// Memory that a pause has left behind.
+/// Returns a remark about memory that a pause has left on the GPU.
 fn stayed_remark(member: &MemberStats) -> Option<String> {
     let classes = member.pool.devices.iter().flat_map(|device| &device.classes);
     let overdue_bytes: u64 =
@@ -94,7 +94,7 @@ fn stayed_remark(member: &MemberStats) -> Option<String> {
     })
 }
 
-/// Host memory that comes in ahead of a pause, or did not.
+/// Returns a remark about host memory that is allocated ahead of a pause, or could not be.
 fn host_remark(host: &HostProgress) -> Option<String> {
     let (held, wanted) = (units::bytes(host.held_bytes), units::bytes(host.wanted_bytes));
     match &host.stage {
@@ -112,7 +112,7 @@ fn host_remark(host: &HostProgress) -> Option<String> {
     }
 }
 
-/// Saved contents that have made room for another tenant's.
+/// Returns a remark about saved contents that went to a file for another tenant's pause.
 fn spilled_remark(pool: &PoolReport) -> Option<String> {
     (pool.spilled_bytes > 0).then(|| {
         format!(

@@ -1,4 +1,4 @@
-//! Sentences about who changes a tenant, and who in it is waited for.
+//! Sentences about the processes that change a tenant, and the processes in it that are waited for.
 
 use tenants::wire::{MemberState, MemberStats};
 
@@ -7,7 +7,7 @@ use crate::view::TenantView;
 /// The most processes that are named.
 const NAMED_MAX: usize = 4;
 
-/// Sentences, the most important first. Empty if no process waits. `command_of` gives the command line of a process.
+/// Returns sentences, the most important first. Empty if no process waits. `command_of` gives the command line of a process.
 pub(super) fn sentences(tenant: &TenantView, command_of: impl Fn(u32) -> String) -> Vec<String> {
     let members = &tenant.stats.members;
     let mut said = Vec::new();

@@ -1,4 +1,4 @@
-//! The sentences of which messages of trouble are made.
+//! The sentences from which the messages of trouble are made.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ pub(super) fn lost(losses: &[MemberFailure]) -> String {
     if losses.is_empty() { String::new() } else { format!(", but for: {}", listed(losses)) }
 }
 
-/// Is it over by itself, when others have given memory back or finished what they do?
+/// Does the failure end without help, after others have released memory or finished their work?
 pub(super) fn may_pass(kind: FailureKind) -> bool {
     match kind {
         FailureKind::InCapture
@@ -37,7 +37,7 @@ pub(super) fn may_pass(kind: FailureKind) -> bool {
     }
 }
 
-/// Says what became of the sockets of processes that are dead.
+/// Reports the removed sockets of dead processes.
 pub(super) fn left_behind(dead: usize) -> String {
     let processes = if dead == 1 { "process" } else { "processes" };
     match dead {
@@ -46,7 +46,7 @@ pub(super) fn left_behind(dead: usize) -> String {
     }
 }
 
-/// The last way out of a resume that may never succeed.
+/// The last remedy for a resume that may never succeed.
 pub(super) fn way_on(action: Action, tenant: &TenantName, failures: &[MemberFailure]) -> String {
     if action == Action::Pause || failures.iter().all(|failure| may_pass(failure.failure.kind)) {
         return String::new();
@@ -95,7 +95,7 @@ pub(crate) fn silence(failure: &MemberFailure) -> String {
     )
 }
 
-/// The limit of open files of a process that has reached it. None also where that cannot be known.
+/// The limit of open files of a process that has reached it. None also if that cannot be known.
 fn full_of_files(pid: u32) -> Option<usize> {
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
     let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
@@ -133,7 +133,7 @@ pub(super) fn listed(failures: &[MemberFailure]) -> String {
     if failures.iter().all(|failure| failure.failure.kind != FailureKind::CutNotReached) {
         return joined(failures);
     }
-    // Where each rank is reads better one below the other.
+    // The positions of ranks are easier to read one below the other.
     let texts: Vec<_> = failures.iter().map(ToString::to_string).collect();
     format!(
         "the ranks did not reach a common cut in time:\n  {}\n  If they only need longer, give a longer \
@@ -142,7 +142,7 @@ pub(super) fn listed(failures: &[MemberFailure]) -> String {
     )
 }
 
-/// GPUs that are too full are said once, and not for each process.
+/// Names each GPU that is too full once, and not for each process.
 pub(super) fn causes(failures: &[MemberFailure], shortages: &[DeviceShortage]) -> String {
     let is_short = |failure: &&MemberFailure| {
         let is_short = matches!(failure.failure.kind, FailureKind::OutOfDeviceMemory { .. });

@@ -1,10 +1,11 @@
-//! The door of the crate that takes contexts: what it is asked, and when (`tenants/deep` has the crate's own tests).
+//! Tests of the interface for the crate that takes contexts: the calls, and their times (`tenants/deep` has the crate's own
+//! tests).
 
 use std::sync::Mutex;
 
 use super::*;
 
-/// A way to contexts that says what it was asked.
+/// An implementation of [`Contexts`] that records its calls.
 #[derive(Debug, Default)]
 struct Asked(Mutex<Vec<&'static str>>);
 

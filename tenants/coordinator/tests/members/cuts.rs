@@ -1,5 +1,5 @@
-//! The coordinator against members whose ranks launch: real members over the simulated driver, each with
-//! threads that go through its cut.
+//! Tests of the coordinator with members whose ranks launch: real members on the simulated driver, each with threads that go
+//! through its cut.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -10,8 +10,8 @@ use sublet_protocol::cut::{CommunicatorId, Increment, Lane, Limits, Rank, Seen, 
 use sublet_protocol::wire::Hold;
 use sublet_stage::job::{Job, SOON, WORLD, collectives, launch, patient, until};
 
-/// A rank that launches until told to stop. It never gets further ahead of the slowest than a few, as a
-/// device's queue would have it.
+/// A rank that launches until told to stop. It never gets more than a few launches ahead of the slowest rank, as with a
+/// device's queue.
 struct Ranks {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -114,7 +114,7 @@ fn a_rank_that_is_stuck_is_named_and_the_others_run_on() {
     let error = std::thread::scope(|scope| {
         let cut = job.members[2].cut();
         let other = Lane { communicator: WORLD, series: Series::Pair { from: 2, to: 0 } };
-        // It sits in a call of another kind, which never comes back while the pause waits.
+        // The thread is inside a call of another kind, which does not return while the pause waits.
         scope.spawn(move || {
             let increments = [Increment { counter: cut.counter(other, 2), launches: 0 }];
             let launch = cut.enter("ncclSend", &increments);
@@ -149,7 +149,7 @@ fn a_rank_that_waits_on_its_host_for_one_that_is_held_is_helped_by_the_stall_rul
     let (meet, met) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let job = &job;
-        // Rank 0 launches once more and then comes to the meeting; rank 1 launches only after it.
+        // Rank 0 launches once more and then reaches the meeting; rank 1 launches only after it.
         let first = scope.spawn(move || {
             until("the hold", || job.members[0].cut().is_held());
             job.launch(0);
@@ -194,7 +194,7 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
     coordinator.send(&hold, &[], Instant::now() + SOON).unwrap();
     let (reply, _) = coordinator.receive::<Reply>(Instant::now() + SOON).unwrap();
     assert!(job.members[0].info().held);
-    // It is told to look for ten minutes, and the asker dies meanwhile.
+    // The member is told to look for ten minutes, and the asking process dies meanwhile.
     let Reply::Cut(stood) = reply else { panic!("{reply:?}") };
     let watch =
         Request::Cut(Hold { limits: Limits::default(), seen: stood.seen, wait_ms: 600_000 });
@@ -208,7 +208,7 @@ fn a_coordinator_that_hangs_up_lets_go_at_once() {
     });
     assert!(!job.members[0].info().held);
     assert_eq!(job.states(), [MemberState::Active]);
-    // Its worker is free for the next.
+    // The member's worker is free for the next pause.
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
 }
 
@@ -222,7 +222,7 @@ fn a_paused_job_holds_its_launches_until_it_is_active_again() {
             scope.spawn(move || job.launch(rank))
         });
         until("both", || job.members.iter().all(|m| m.cut().report(0).waiting.len() == 1));
-        // A resume that goes half way and back leaves them where they are.
+        // A resume that goes half way and is undone leaves the launches where they are.
         let path = job.members[0].presence().socket_path();
         let mut half =
             sublet_protocol::transport::Connection::connect(path, Instant::now() + SOON).unwrap();
@@ -272,7 +272,7 @@ fn the_applications_own_pause_goes_through_the_cut_too() {
     for member in &job.members {
         member.asking().begin_consent(Action::Pause);
     }
-    // Both ranks stand in the call; a thread of the second has a launch to make yet.
+    // Both ranks are in the call; a thread of the second still has a launch to make.
     std::thread::scope(|scope| {
         let job = &job;
         scope.spawn(move || {
@@ -302,13 +302,13 @@ fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_wai
     }
     assert!(error.left_unchanged() && error.is_retryable(), "{error}");
     assert_eq!(job.states(), [MemberState::Active; 2]);
-    // Its memory comes, and with it the launch.
+    // The memory becomes available, and the launch follows.
     let (tell, told) = crossbeam_channel::bounded(1);
     std::thread::scope(|scope| {
         let by_name = scope.spawn(|| {
             let mut since = None;
             job.coordinator(patient()).pause(&mut |event: Event<'_>| {
-                // For longer than the other waited.
+                // The wait is longer than that of the other pause.
                 let begun = matches!(event, Event::WaitingForCut { .. })
                     .then(|| *since.get_or_insert_with(Instant::now));
                 if begun.is_some_and(|begun| begun.elapsed() > Duration::from_millis(1500)) {
@@ -323,7 +323,7 @@ fn ranks_that_wait_for_one_that_waits_for_memory_are_given_up_for_others_and_wai
     });
     assert_eq!(job.states(), [MemberState::Paused; 2]);
     for_another.resume(&mut quiet).map(drop).unwrap();
-    // One that waits for memory alone holds no pause up.
+    // A rank for which no other rank waits may wait for memory without delaying a pause.
     let _waits = job.members[1].cut().wait_for_memory_since(Instant::now());
     for_another.pause(&mut quiet).map(drop).unwrap();
 }

@@ -57,14 +57,14 @@ const CASES: [Case; 2] = [
     },
 ];
 
-/// A failure ends it much sooner than the time for the phase does.
+/// The limit for a pause or resume that fails, which is much shorter than the time of the phase.
 const ENDS_WITHIN: Duration = Duration::from_mins(1);
 
 /// Runs `fault` in each reversible phase of each member and checks that the survivors are as before.
 fn fault_in_each_reversible_phase(fault: Fault) {
     for case in CASES {
         for phase in case.phases {
-            // Side by side, as tests of silence wait.
+            // The cases run in parallel, since tests of silence wait.
             std::thread::scope(|scope| {
                 for victim in 0..MEMBERS {
                     let case = &case;
@@ -88,7 +88,7 @@ fn fault_in_one(case: &Case, phase: Phase, victim: usize, fault: Fault) {
         failure.who.member == MemberId(victim_id) && failure.step == Step::Phase(phase)
     };
     assert!(failures.iter().any(of_victim), "{error}");
-    // While one is silent, a busy machine may make others late.
+    // While one member is silent, a busy machine may make others late.
     assert!(fault == Fault::Silent || failures.len() == 1, "{error}");
     let pid = std::process::id().to_string();
     assert!(error.to_string().contains(&pid), "{error}");
@@ -103,7 +103,7 @@ fn fault_in_one(case: &Case, phase: Phase, victim: usize, fault: Fault) {
     }
 }
 
-/// Kinds that are neither waited out nor tried again.
+/// Kinds of failure that the coordinator neither waits for nor tries again.
 const KINDS: [FailureKind; 11] = [
     FailureKind::CutNotReached,
     FailureKind::DrainTimeout,
@@ -118,7 +118,7 @@ const KINDS: [FailureKind; 11] = [
     FailureKind::Faulted,
 ];
 
-/// Kind by phase by standing: what an error says of the tenant is what its processes are, and its code is that of the kind.
+/// For each kind, phase and state: the error describes the tenant as its processes are, and its code is that of the kind.
 #[test]
 fn what_an_error_says_of_the_tenant_is_what_its_processes_are() {
     for case in CASES {
@@ -127,7 +127,7 @@ fn what_an_error_says_of_the_tenant_is_what_its_processes_are() {
             std::thread::scope(|scope| {
                 for kind in KINDS {
                     let case = &case;
-                    // Behind the point of no return a process is whole or faulted; others are asked again for minutes.
+                    // After the point of no return a process is whole or faulted; other failures are tried again for minutes.
                     if case.phases.contains(phase) || kind == FailureKind::Faulted {
                         scope.spawn(move || kind_in_one(case, *phase, kind));
                     }
@@ -184,7 +184,7 @@ fn an_answer_for_another_phase_is_a_failure() {
     fault_in_each_reversible_phase(Fault::OtherPhase);
 }
 
-/// The member is of no use any more: its process undoes by itself when the connection goes.
+/// The member's connection cannot be used any more: its process undoes without an order when the connection ends.
 fn bad_bytes_in_each_reversible_phase(fault: Fault, words: &str) {
     for case in CASES {
         for phase in case.phases {
@@ -256,7 +256,7 @@ fn after_the_point_of_no_return_the_survivors_are_taken_to_the_end() {
 
 #[test]
 fn a_short_timeout_limits_no_phase_that_finishes_or_undoes() {
-    // For phases that prepare, two seconds with the margin.
+    // Phases that prepare have two seconds, including the margin.
     let patient = Options { finish_timeout: Duration::from_secs(30), ..impatient() };
     let slow = Fault::Slow(2500);
     for (start, phase) in
@@ -295,7 +295,7 @@ fn two_silent_members_cost_no_more_time_than_one() {
     let Trouble::Refused { failures, .. } = &error else {
         panic!("{error}");
     };
-    // Both have had the same time: one after the other, the second would have had twice as long.
+    // Both members have had the same time. If they were asked one after the other, the second would have had twice as long.
     let seconds = [1, 2].map(|id| {
         let of = failures.iter().find(|failure| failure.who.member == MemberId(id));
         let said = of.and_then(|failure| failure.failure.message.split(' ').nth_back(1));
@@ -306,7 +306,7 @@ fn two_silent_members_cost_no_more_time_than_one() {
 
 #[test]
 fn a_late_answer_is_not_taken_for_the_answer_to_the_undo() {
-    // Its answer to the phase arrives while the undo is awaited.
+    // The member's answer to the phase arrives during the wait for the undo.
     let late = active().with(Phase::Prepare, Fault::Late);
     let world = World::of(&[late, active()]);
     let error = world.coordinator().pause(&mut quiet).unwrap_err();
@@ -406,7 +406,7 @@ fn without_the_consent_of_all_nothing_is_touched() {
     let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), asking);
     let started = Instant::now();
     let error = coordinator.pause(&mut quiet).unwrap_err();
-    // The other one still waits for its application; nobody waits for that.
+    // The other member still waits for its application; the coordinator does not wait for that.
     assert!(started.elapsed() < Duration::from_secs(40));
     assert!(error.to_string().contains("own call to pause"), "{error}");
     assert!(error.is_retryable());
@@ -441,7 +441,7 @@ fn a_longer_timeout_is_one_for_the_greeting_too() {
     let mut slow = active();
     slow.hello = Some(Fault::Slow(11_000));
     let world = World::of(&[active(), slow]);
-    // Other questions have the time for a contact, which is ample on a busy machine, and less than the greeting takes.
+    // Other questions have the contact timeout, which is ample on a busy machine, and shorter than the greeting.
     let told = |seconds, contact_timeout| Options {
         timeout: Some(Duration::from_secs(seconds)),
         contact_timeout,
@@ -513,7 +513,7 @@ fn what_is_lent_still_when_the_devices_are_drained_ends_a_pause() {
     let mut lender = active();
     lender.lent = Some(MemberId(9));
     let world = World::of(&[active(), lender]);
-    // The members name no family, so that nobody asks them before. It is tried until the deadline.
+    // The members name no family, so that they are not asked before. The pause tries until the deadline.
     let mut coordinator = Coordinator::new(world.run_dir.clone(), tenant("train"), impatient());
     let error = coordinator.pause(&mut quiet).unwrap_err();
     let kinds: Vec<_> = error.failures().iter().map(|member| member.failure.kind).collect();

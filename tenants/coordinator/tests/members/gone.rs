@@ -1,4 +1,4 @@
-//! Real members whose run directory is taken away.
+//! Real members whose run directory is removed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -36,7 +36,7 @@ fn a_command_waits_until_all_members_have_sockets_again() {
     let job = Job::new(2);
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
     fs::remove_dir_all(job.run_dir.path()).unwrap();
-    // As left by a member that was the first to look, and has ended.
+    // This is the state that a member leaves that looked first and has ended.
     let run_dir = RunDir::open(Some(job.run_dir.path().to_owned()), None).unwrap();
     run_dir.tenant(&tenant("train")).unwrap().note_names_again().unwrap();
     let resumed = report(job.coordinator(patient()).resume(&mut quiet).unwrap());
@@ -64,7 +64,7 @@ fn one_that_has_left_does_not_come_back() {
     job.members[0].leave();
     fs::remove_dir_all(job.run_dir.path()).unwrap();
     until("the other's socket", || sockets(&job) == 1);
-    // A second look of the other's would have come after one of the first. It may still be making files there.
+    // A second look of the other member would follow one of the first. The other member may still be making files there.
     until("it has gone again", || fs::remove_dir_all(job.run_dir.path()).is_ok());
     until("the other's socket again", || sockets(&job) == 1);
     let dir = job.run_dir.existing_tenant(&tenant("train")).unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! The coordinator against members that speak over real sockets and fail in every way and place.
+//! Tests of the coordinator with members that use real sockets and fail in every way and place.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers of it too")]
 
@@ -30,7 +30,7 @@ use sublet_stage::script::{
     paused, report,
 };
 
-/// No member began a phase before all `members` ended the one before.
+/// Checks that no member began a phase before all `members` ended the phase before.
 fn assert_in_step(lines: &[Line], members: usize, phases: &[Phase]) {
     let mut order = Vec::new();
     for phase in phases {
@@ -68,7 +68,7 @@ fn a_pause_and_a_resume_take_all_members_through_all_phases_together() {
     let paused = report(paused);
     assert_in_step(&world.lines(), 3, &PAUSE);
     assert_eq!(world.states(), [MemberState::Paused; 3]);
-    // A greeting, the cut and five phases: started, one line for each of three members, done.
+    // A greeting, the cut and five phases; for each a start, one line for each of three members, and an end.
     assert_eq!(events, 7 * 5);
     let phases: Vec<_> = paused.phases.iter().map(|phase| phase.phase).collect();
     assert_eq!(phases, PAUSE);
@@ -320,7 +320,7 @@ fn a_coordinator_that_waits_too_long_for_another_names_it() {
     let dir = world.run_dir.tenant(&tenant("train")).unwrap();
     let _held = dir.lock(Instant::now()).unwrap();
     let (interrupt, _raise) = Interrupt::new().unwrap();
-    // With an interrupt it looks for that now and then.
+    // With an interrupt the coordinator checks the interrupt from time to time.
     for (interrupt, wait_ms) in [(None, 20), (Some(interrupt), 250)] {
         let lock_timeout = Duration::from_millis(wait_ms);
         let impatient = Options { lock_timeout, interrupt, ..options() };
@@ -355,7 +355,7 @@ fn stats_list_who_answers_and_who_does_not() {
 
 #[test]
 fn all_tenants_are_asked_what_they_hold_simultaneously() {
-    // Each answers when both are asked.
+    // Each member answers only after both were asked.
     let meeting = std::sync::Arc::default();
     let script = || Script { stats_with: Some((std::sync::Arc::clone(&meeting), 2)), ..active() };
     let mut world = World::of(&[script()]);

@@ -1,9 +1,9 @@
-//! Members that share memory with a process that lives, and that nobody finds in the run directory.
+//! Members that share memory with a live process that is not found in the run directory.
 
 use super::*;
 use sublet_protocol::references::Partner;
 
-/// Shares memory with a process of that identity, which lives.
+/// Makes a member of `script` that shares memory with a live process of that identity.
 fn sharing_with(member: u64, script: Script) -> Script {
     let partner = Partner { member: MemberId(member), pid: Some(std::process::id()) };
     Script { partner: Some(partner), ..script }

@@ -4,7 +4,7 @@ use super::*;
 use sublet_stage::job::{Job, SOON, patient, until};
 use vmm_pool::gate::Passage;
 
-/// Asked at the end of the drain.
+/// Panics when it is called, at the end of the drain.
 fn fails() -> Vec<vmm_pool::driver::VaRange> {
     panic!("a table has no such row")
 }
@@ -23,7 +23,7 @@ fn a_phase_that_panics_is_named_and_holds_nobody_up() {
     let text = error.to_string();
     assert!(text.contains("step 'drain' (a table has no such row)"), "{text}");
     until("the other to go back", || job.states()[1] == MemberState::Active);
-    // It answers, its application goes on, and nobody waits for it in vain.
+    // The member answers, its application runs on, and no process waits for it in vain.
     assert_eq!(job.states()[0], MemberState::Faulted);
     let (passed, hear) = crossbeam_channel::bounded(1);
     let member = std::sync::Arc::clone(&job.members[0]);

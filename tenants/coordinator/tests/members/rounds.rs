@@ -1,4 +1,4 @@
-//! Real members in more than one round: whose orders they take, and what they say afterwards of how a round ended.
+//! Real members in more than one round: the orders that they follow, and their later answers about a round's end.
 
 use std::fs;
 use std::sync::mpsc;
@@ -26,7 +26,7 @@ fn of_tag(tag: &str) -> Scope {
     Scope::Tags { tags: named(tag), owner: None }
 }
 
-/// As the application of `member` asks for it.
+/// Acts like the application of `member` that requests this.
 fn act_for_own_tags(member: &Member<SimDriver>, tag: &str, action: Action) {
     let outcome = tenants::requests::act_for_own_tags(member, named(tag), action, None).unwrap();
     assert!(matches!(outcome, tenants::coordinator::Outcome::Completed(_)), "{tag}: {action:?}");
@@ -38,7 +38,7 @@ fn refused(reply: Reply) -> String {
     failure.message
 }
 
-/// Asks `member` how `round` ended, over a connection of the asker's own, and returns the answer.
+/// Asks `member` how `round` ended, over a separate connection, and returns the answer.
 fn told(member: &Member<SimDriver>, round: u64) -> RoundEnd {
     let reply = Line::to(member).ask(&Request::Withdraw(Withdraw { round }));
     let Reply::Told(told) = reply else { panic!("{reply:?}") };
@@ -73,8 +73,8 @@ fn with_tags() -> Job {
     job
 }
 
-/// The coordinator of `phases` ends when it has told the first member `decision`. The second hears of that late, when
-/// the first has acted by itself for longer than anything is remembered that others cannot ask.
+/// Leads `phases`, and ends after the first member was told `decision`. The second member learns of that late. By then the
+/// first has acted alone more often than rounds are remembered.
 fn ends_before_one_that_acts_alone(job: &Job, phases: &[Phase], decision: Phase, scope: &Scope) {
     let mut lines = lines_of(job);
     lead_all(&mut lines, phases, scope);
@@ -109,7 +109,7 @@ fn one_that_was_told_to_release_a_tag_and_acts_alone_takes_the_other_along() {
     }
 }
 
-/// It has looked before its memory was away, and somebody has come for it since.
+/// The owner has looked before its memory was released, and another process has requested the memory since.
 #[test]
 fn one_that_resumes_a_tag_of_its_own_alone_is_refused_where_others_are_to_come_for_it() {
     let job = Job::new(2);
@@ -143,7 +143,7 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
     let mut first = Line::to(member);
     let mut second = Line::to(member);
     second.1 = 77;
-    // Also on the way to a cut, where no order of the round has come yet.
+    // The same holds on the way to a cut, before any order of the round.
     let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
     assert!(matches!(first.ask(&hold), Reply::Cut(_)));
     for request in [&hold, &second.order(Phase::CloseGate, &Scope::Whole)] {
@@ -157,14 +157,14 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
         first.lead(step, &Scope::Whole);
         for order in [step, next, Phase::Release, Phase::Verify, Phase::Create] {
             refused(second.ask(&second.order(order, &Scope::Whole)));
-            // Neither over another connection, though it names the round.
+            // An order over another connection is refused too, though it names the round.
             refused(second.ask(&first.order(order, &Scope::Whole)));
         }
         let step = StepOrder::default();
         let look = StepOn { round: 77, step, seen: SeenActivity::default(), wait_ms: 0 };
         refused(second.ask(&Request::Step(look)));
         refused(second.ask(&hold));
-        // There is nothing to be undone of it here, and what is under way is not.
+        // The process has nothing to undo for this round, and the round under way is not undone.
         for request in [&second, &first].map(|line| line.order(Phase::Abort, &Scope::Whole)) {
             let reply = second.ask(&request);
             assert!(matches!(reply, Reply::PhaseDone(Phase::Abort, _)), "{reply:?}");
@@ -176,7 +176,7 @@ fn orders_of_another_round_are_refused_while_one_is_under_way() {
     first.lead(Phase::Verify, &Scope::Whole);
     assert_eq!(told(member, round), RoundEnd::Commit);
     assert_eq!(member.lifecycle().state(), MemberState::Paused);
-    // It is over: nothing late belongs to it.
+    // The round is over: no late order belongs to it.
     second.1 = round;
     for late in [Phase::CloseGate, Phase::Create, Phase::Release, Phase::Verify] {
         refused(second.ask(&second.order(late, &Scope::Whole)));
@@ -189,7 +189,7 @@ fn whoever_settles_a_round_hangs_up_on_its_leader() {
     let job = Job::new(2);
     let mut lines = lines_of(&job);
     lead_all(&mut lines, &BEFORE_RELEASE, &Scope::Whole);
-    // As a second command does that does not know of the first.
+    // This is what a second command does that does not know of the first.
     let mut next = Line::to(&job.members[0]);
     next.lead(Phase::Settle, &Scope::Whole);
     settled(&job);
@@ -202,7 +202,7 @@ fn whoever_settles_a_round_hangs_up_on_its_leader() {
     next.lead(Phase::Abort, &Scope::Whole);
 }
 
-/// The lock's file, which a cleaner of old files removes.
+/// Removes the lock's file, as a cleaner of old files does.
 fn remove_lock(job: &Job) {
     fs::remove_file(job.run_dir.path().join("train").join("coordinator.lock")).unwrap();
 }
@@ -213,7 +213,7 @@ fn of_two_commands_that_hold_the_lock_one_is_done_and_the_other_changes_nothing(
     let (greeted, has_greeted) = mpsc::channel();
     let (go_on, may_go_on) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
-        // It has greeted all, and is held up before its first order.
+        // The second coordinator has greeted all members, and is delayed before its first order.
         let mut second = job.coordinator(patient());
         let second = scope.spawn(move || {
             second.pause(&mut |event| {
@@ -298,7 +298,7 @@ fn what_one_has_settled_alone_it_tells_to_those_that_ask_later() {
     let job = Job::new(3);
     let mut lines = lines_of(&job);
     lead_all(&mut lines, &BEFORE_RELEASE, &Scope::Whole);
-    // The first has nobody to ask but the second, which was told to release. The third asks when the second has gone.
+    // The first member can ask only the second, which was told to release. The third asks after the second has ended.
     lines[1].lead(Phase::Release, &Scope::Whole);
     let third = lines.pop();
     let path = job.members[2].presence().socket_path();

@@ -1,4 +1,4 @@
-//! Real members led message by message: what they tell others of a decision, and what is left when a step is undone.
+//! Real members led message by message: their answers about a decision, and the state after an undone step.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -24,7 +24,7 @@ fn kv() -> Scope {
     Scope::Tags { tags: TagNames::Named(["kv".to_owned()].into()), owner: None }
 }
 
-/// Kept memory of the tag `kv`.
+/// Allocates kept memory of the tag `kv`.
 fn allocate(member: &Member<SimDriver>) {
     let pool = member.pool();
     pool.driver().make_current(DEVICE).unwrap();
@@ -33,7 +33,7 @@ fn allocate(member: &Member<SimDriver>) {
     pool.enter().block_allocate(GRANULARITY_BYTES, &prop, &[DEVICE], class).unwrap();
 }
 
-/// A process of the tenant that takes connections and answers nothing, as one that is stopped.
+/// A process of the tenant that accepts connections and answers nothing, like a stopped one.
 fn silent(job: &Job) -> impl Sized + use<> {
     job.members[0].presence().run_dir().listen(&tenant("train"), MemberId(1)).unwrap()
 }
@@ -42,7 +42,7 @@ pub(super) fn is_under_way(state: MemberState) -> bool {
     matches!(state, MemberState::Offloading | MemberState::Restoring)
 }
 
-/// Does the gate let work through, now or when somebody else has let go?
+/// Does the gate let work through, now or after another holder has released it?
 fn lets_work_through(member: &std::sync::Arc<Member<SimDriver>>) -> bool {
     lets_through(Passage::Use, member)
 }
@@ -89,7 +89,7 @@ fn what_the_driver_refuses_to_release_is_not_offered_again_with_every_look_at_th
         line.lead(phase, &kv());
     }
     let look = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
-    // By its answer, all that follows the last step is done.
+    // When the member answers, all work after the last step is done.
     assert!(matches!(line.ask(&look), Reply::Cut(_)));
     let offered = faults.calls(DriverOp::Release);
     assert!(offered > 1, "{offered}");
@@ -114,7 +114,7 @@ fn one_that_followed_a_decision_tells_it_to_those_that_ask_later() {
                 line.lead(phase, &Scope::Whole);
             }
         }
-        // The first is told and the second asks it. Then the first is gone, and the third asks the second.
+        // The first is told and the second asks it. Then the first has ended, and the third asks the second.
         lines[0].lead(decision, &Scope::Whole);
         let third = lines.pop();
         drop(lines.pop());
@@ -173,7 +173,7 @@ fn an_undone_pause_lets_ranks_go_while_its_coordinator_is_still_there() {
     let member = &job.members[0];
     let mut line = Line::to(member);
     let hold = Request::Cut(Hold { limits: Limits::default(), seen: Seen::default(), wait_ms: 0 });
-    // Undone after each step, also when nothing but the hold has happened.
+    // The round is undone after each step, and also after the hold alone.
     for steps in 0..=BEFORE_RELEASE.len() {
         let reply = line.ask(&hold);
         assert!(matches!(reply, Reply::Cut(_)), "{reply:?}");
@@ -255,7 +255,7 @@ fn a_coordinator_whose_work_is_over_makes_room_as_any_idle_client() {
     let mut first = Line::to(member);
     first.lead(Phase::CloseGate, &Scope::Whole);
     first.lead(Phase::Abort, &Scope::Whole);
-    // All places are taken, and one more comes.
+    // All places are in use, and one more connection arrives.
     let others: Vec<_> = (0..CONNECTIONS_MAX)
         .map(|_| {
             let mut line = Line::to(member);
@@ -290,8 +290,8 @@ fn the_next_command_stays_connected_while_processes_settle_what_was_left_half_do
             line.lead(phase, &Scope::Whole);
         }
     }
-    // It leads before the process has seen that the other is gone, and has it settle. The process asks its peer, which
-    // settles the same and asks back.
+    // The next coordinator leads before the process has seen the end of the other, and orders it to settle. The process asks
+    // its peer, which settles the same round and asks in return.
     let mut next = Line::to(&job.members[0]);
     let settle = Request::Phase(TakePhase {
         round: ROUND + 1,
@@ -319,7 +319,7 @@ fn the_next_command_settles_what_a_process_has_not_begun_to_do_of_the_last() {
     let needs = Needs { scope: Scope::Whole, timeout_ms: 30_000, all_devices: false };
     asker.0.send(&Request::Needs(needs), &[], Instant::now() + SOON).unwrap();
     assert!(busy.as_ref().unwrap().is_met(SOON));
-    // A command that ends while the process has not begun with its order.
+    // The command ends before the process has begun its order.
     let line = Line::to(member);
     let Line(mut connection, _) = line;
     let create = Phase::Create.order(&Told::new(&Scope::Whole, &[]));
@@ -378,7 +378,7 @@ fn who_has_made_an_idle_device_busy_is_not_let_on_next() {
     let _row = member.pool().enter().create(GRANULARITY_BYTES, &prop, Class::default()).unwrap();
     let mut line = Line::to(member);
     line.lead(Phase::CloseGate, &Scope::Whole);
-    // The device is idle until a thread is let in, and does not end what that launches.
+    // The device is idle until a thread is let in, and does not finish the work that the thread launches.
     let mut order = 0;
     let mut next = |calls| {
         order += 1;

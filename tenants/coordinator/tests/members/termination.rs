@@ -1,4 +1,4 @@
-//! Real members whose coordinator ends when it has told some of them to go on, and others not.
+//! Real members whose coordinator ends after it has told some of them to go on, and others not.
 
 use std::os::fd::AsFd as _;
 
@@ -14,7 +14,7 @@ const BEFORE_ACTIVATE: [Phase; 3] = [Phase::Create, Phase::Restore, Phase::Impor
 const BEFORE_STAGES: [Phase; 3] = [Phase::CloseGate, Phase::Drain, Phase::Prepare];
 const ROUND: u64 = 11;
 
-/// A coordinator of this test's own.
+/// A coordinator that the test itself plays.
 struct Hand {
     connections: Vec<Connection>,
 }
@@ -53,7 +53,7 @@ impl Hand {
     }
 }
 
-/// Ends after `phases`, with `decision` told to these members only, and says where that leads.
+/// Ends after `phases`, with `decision` told to these members only, and returns the states that follow.
 fn ended<T: Copy + Into<Deed>>(
     job: &Job,
     deeds: &[T],
@@ -160,7 +160,7 @@ fn when_none_was_told_to_open_its_gate_all_go_back() {
     }
 }
 
-/// Is it closed, so that nothing sent on it is read any more?
+/// Is the connection closed, so that nothing sent on it is read any more?
 fn is_closed(connection: &mut Connection) -> bool {
     connection.receive::<Reply>(Instant::now() + SOON).is_err_and(|error| error.peer_is_gone())
 }
@@ -170,7 +170,7 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
     let job = Job::new(3);
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_RELEASE[..2]);
-    // The last one that it speaks to has less time than the others, and takes them along.
+    // The last member has less time than the others, and ends the wait of the others too.
     for (index, timeout_ms) in [(0, 60_000), (1, 60_000), (2, 10)] {
         hand.tell_within(index, Phase::Prepare, timeout_ms);
     }
@@ -178,7 +178,7 @@ fn a_coordinator_that_stands_still_is_hung_up_on_and_all_go_back() {
         connection.receive::<Reply>(Instant::now() + SOON).unwrap();
     }
     until("the members to settle", || job.states() == [MemberState::Active; 3]);
-    // It goes on, and nobody hears it.
+    // The coordinator continues, and no member hears it.
     assert!(hand.connections.iter_mut().all(is_closed));
     for index in 0..3 {
         let request = Request::Phase(TakePhase {
@@ -210,7 +210,7 @@ fn a_coordinator_that_stands_still_behind_the_point_of_no_return_is_followed() {
     report(job.coordinator(patient()).resume(&mut quiet).unwrap());
 }
 
-/// A process that takes questions and answers none, as one that is stopped; all others ask it first.
+/// A process that accepts questions and answers none, like a stopped one; all others ask it first.
 fn silent(job: &Job) -> sublet_protocol::transport::Listener {
     job.run_dir.listen(&tenant("train"), MemberId(0)).unwrap().1
 }
@@ -239,7 +239,8 @@ fn settle_beside_a_silent_one(told: usize, is_pause: bool) -> Duration {
 fn one_that_is_silent_takes_nobody_elses_time_to_answer() {
     for told in 0..3 {
         for is_pause in [true, false] {
-            // Who waits for the silent one takes five seconds each time; a busy machine may, now and then.
+            // A member that waits for the silent process needs five seconds each time. On a busy machine that may happen now
+            // and then.
             let is_quick = (0..10).any(|_| settle_beside_a_silent_one(told, is_pause) < QUICK);
             assert!(is_quick, "member {told} was told, {is_pause}");
         }
@@ -254,7 +255,7 @@ fn beside_one_that_is_silent_all_that_were_told_nothing_go_back() {
     assert_eq!(states, [MemberState::Active; 3]);
 }
 
-/// A process that says, each time it is asked how far it was told to go, the next of these.
+/// A process that gives the next of these answers each time others request its order.
 fn says(job: &Job, answers: [RoundEnd; 2]) -> std::thread::JoinHandle<()> {
     let (_, listener) = job.run_dir.listen(&tenant("train"), MemberId(1)).unwrap();
     std::thread::spawn(move || {
@@ -277,7 +278,7 @@ fn beside_one_that_is_silent_those_that_have_answered_are_asked_once_more() {
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_RELEASE);
     let _silent = silent(&job);
-    // It hears of the decision while the first waits for the silent one.
+    // The process learns of the decision while the first waits for the silent one.
     let other = says(&job, [RoundEnd::Open, RoundEnd::Commit]);
     drop(hand);
     until("the first to settle", || job.states() != [MemberState::Offloading]);
@@ -290,7 +291,7 @@ fn one_that_was_stopped_before_it_had_prepared_and_those_that_had_go_back() {
     let job = Job::new(3);
     let mut hand = Hand::on(&job);
     hand.lead(&BEFORE_RELEASE[..2]);
-    // The others do not hear from the first while they settle, and it goes on afterwards.
+    // The other members cannot reach the first while they settle, and it continues afterwards.
     let path = job.members[0].presence().socket_path();
     let elsewhere = path.with_extension("elsewhere");
     std::fs::rename(path, &elsewhere).unwrap();
@@ -308,14 +309,14 @@ fn one_that_was_stopped_before_it_had_prepared_and_those_that_had_go_back() {
 fn what_was_told_in_another_round_counts_for_nothing() {
     let job = Job::new(2);
     report(job.coordinator(patient()).pause(&mut quiet).unwrap());
-    // The first is left active by a resume of its own.
+    // A resume of its own leaves the first member active.
     let mut hand = Hand::on(&job);
     let second = hand.connections.pop().unwrap();
     hand.lead(&[Phase::Create, Phase::Restore, Phase::Import, Phase::Activate]);
     let asked = job.members[0].info().asked;
     assert_eq!(asked, Some(Asked { round: ROUND, phase: Phase::Activate }));
     drop(hand);
-    // The second comes as far in a round of its own, whose coordinator ends.
+    // The second gets equally far in another round, whose coordinator ends.
     let mut alone = Hand { connections: vec![second] };
     for phase in BEFORE_ACTIVATE {
         let request = Request::Phase(TakePhase {

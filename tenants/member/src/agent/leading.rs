@@ -1,4 +1,4 @@
-//! The coordinator that leads this process through a pause or resume: whose orders are taken, and what ends that.
+//! The coordinator that leads this process through a pause or resume: which orders are followed, and what ends the lead.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,8 @@ use sublet_protocol::phase::Stage;
 use sublet_protocol::wire::{Asked, Order, PhaseAnswer, Reply, RoundEnd, TakePhase};
 
 impl<D: Driver> Agent<D> {
-    /// A coordinator that is connected and asks for nothing any more stands still itself, and with it this process.
+    /// Closes the connection of a silent coordinator. A coordinator that is connected and sends no more requests has stopped
+    /// itself, and would stop this process too.
     pub(super) fn hang_up_on_silence(&mut self) {
         if let Some(number) = self.leading()
             && Instant::now() >= self.due
@@ -23,25 +24,27 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// Closes the coordinator's connection: nothing that it may still send is acted on. Then as if it had ended.
+    /// Closes the coordinator's connection, so that nothing it may still send is acted on. Then acts as if the coordinator had
+    /// ended.
     fn hang_up(&mut self, number: u64) {
         self.clients.close(number);
         self.forget(number);
     }
 
-    /// Handles all requests that the leader has sent so far: they count.
+    /// Handles all requests that the leader has sent so far, since they count.
     fn hear_out(&mut self, number: u64) {
         while let Ok(Some(request)) = self.clients.next_request(number) {
             self.handle(number, request);
         }
     }
 
-    /// Somebody settles `round` without its coordinator, and goes by what we say now: no step of it may follow.
+    /// Answers a process that settles `round` without its coordinator. That process relies on the answer, so no step of the
+    /// round may follow.
     pub(super) fn withdraw(&mut self, round: u64) -> RoundEnd {
         if let Some(number) = self.leading() {
             self.hear_out(number);
-            // The next command may lead already, and have what was left half done settled. This is no round of its own, and
-            // to hang up on it would leave this process out of all that it does.
+            // The next command may lead already, and settle what was left half done. It leads another round than `round`.
+            // Closing its connection would exclude this process from its work.
             let leads = self.member.rounds().is_led(number, round);
             if leads {
                 self.hang_up(number);
@@ -50,8 +53,8 @@ impl<D: Driver> Agent<D> {
         self.member.rounds().told(round)
     }
 
-    /// Lets `number` lead, as far as nobody else does, until its next request is due: when all have had `timeout` for
-    /// this one.
+    /// Lets `number` lead, unless another connection leads, until its next request is due. That is when `timeout` for this
+    /// request has passed for all members.
     pub(super) fn follow(&mut self, number: u64, timeout: Duration) -> bool {
         self.pass_by_the_dead(number);
         let follows = self.member.rounds().lead(number);
@@ -61,7 +64,7 @@ impl<D: Driver> Agent<D> {
         follows
     }
 
-    /// A leader that has ended leads no more, if `number` wants something.
+    /// Ends the lead of a leader that has ended, if `number` sends a request.
     fn pass_by_the_dead(&mut self, number: u64) {
         if let Some(leader) = self.leading()
             && leader != number
@@ -72,7 +75,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// An order of a round, or of none.
+    /// Handles an order of a round, or of none.
     pub(super) fn take_phase(&mut self, number: u64, request: TakePhase) {
         if request.order.phase().stage() == Stage::AtRest {
             return self.take_at_rest(number, request);
@@ -99,7 +102,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// A step that belongs to no pause or resume, for a process that is in none. The one that asks leads until it is answered.
+    /// Handles a step outside any pause or resume, for a process in none. The asking connection leads until it is answered.
     fn take_at_rest(&mut self, number: u64, request: TakePhase) {
         let TakePhase { round, order, timeout_ms, .. } = request;
         let (phase, wait) = (order.phase(), wait_of(timeout_ms));
@@ -112,7 +115,8 @@ impl<D: Driver> Agent<D> {
         self.submit(number, Work::Phase(None, order), wait);
     }
 
-    /// The asking process finds a round left half done, or does not know of the one that leads it now: its orders are taken no more.
+    /// Settles a round that the asking process found half done, or whose present leader it does not know. Orders of that leader
+    /// are not followed any more.
     pub(super) fn settle(&mut self, number: u64, timeout: Duration) {
         if let Some(leader) = self.leading()
             && leader != number
@@ -131,7 +135,7 @@ impl<D: Driver> Agent<D> {
         self.submit(number, Work::Phase(round, Order::Settle), timeout);
     }
 
-    /// Another one leads, or the request does not follow the one before.
+    /// Refuses a request: another connection leads, or the request does not follow the one before.
     pub(super) fn refuse(&mut self, number: u64) {
         let other = self.leading().filter(|leader| *leader != number);
         let why = other.map(|leader| {
@@ -149,7 +153,7 @@ impl<D: Driver> Agent<D> {
         self.say(number, Reply::Failed(failure));
     }
 
-    /// Answers what [`Agent::opens`] has noted: immediately, or behind what the worker answers before.
+    /// Gives an answer that [`Agent::opens`] has noted: immediately, or after earlier answers of the worker.
     pub(super) fn say(&mut self, number: u64, reply: Reply) {
         if self.clients.owed(number) == 1 {
             self.clients.answer_open(number, &reply);

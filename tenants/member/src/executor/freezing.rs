@@ -1,5 +1,6 @@
-//! A deep pause: the process learns that its contexts leave, before they do, and that they are back. Between the two it calls the driver for
-//! nothing, since the coordinator has the driver hold such calls back: [`Progress::Frozen`] has nothing to call it with.
+//! A deep pause. The process is told before its contexts leave the devices, and after they are restored. Between the two it
+//! makes no driver call, since the coordinator has the driver block such calls: [`Progress::Frozen`] has nothing to call the
+//! driver with.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use sublet_protocol::wire::{FailureKind, MemberState, PhaseReport};
 const PINNING_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl<D: Driver> Executor<D> {
-    /// The process stands paused, and its contexts are to leave. One that was told before is ready.
+    /// Prepares the paused process for the loss of its contexts. A process that was told before is ready.
     pub(super) fn freeze(&mut self) -> PhaseResult {
         if self.lifecycle.state() == MemberState::Deep {
             return Ok(PhaseReport::default());
@@ -32,7 +33,7 @@ impl<D: Driver> Executor<D> {
             )));
         }
         unfreezable(&self.member).map_or(Ok(()), Err)?;
-        // A report needs the devices' names, and the driver answers nobody from here on.
+        // A report needs the devices' names, and the driver answers no call after this.
         drop(self.pool.report());
         let keeper = self.take_keeper()?;
         match keeper.freeze(PINNING_TIMEOUT) {
@@ -50,7 +51,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// The contexts are back, or never left.
+    /// Ends the freeze: the contexts are restored, or never left.
     pub(super) fn thaw(&mut self) -> PhaseResult {
         if self.lifecycle.state() == MemberState::Paused {
             return Ok(PhaseReport::default());

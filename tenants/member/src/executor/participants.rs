@@ -1,5 +1,5 @@
-//! Features that may keep the gate open, or have something to do before it shuts, in the order in which a pause asks them. A feature that the
-//! pause does not use is not asked.
+//! Features that may refuse to close the gate, or must act before it closes, in the order in which a pause asks them. A feature
+//! that the pause does not use is not asked.
 
 use vmm_pool::Unfreezable;
 use vmm_pool::driver::Driver;
@@ -12,11 +12,11 @@ use sublet_protocol::wire::{Failure, MemberState};
 /// Returns the reason to refuse the pause, if there is one.
 type Veto<D> = fn(&Member<D>) -> Option<Failure>;
 
-/// Does the pause use it, its name, and what it says.
+/// Whether the pause uses the feature, the feature's name, and its check.
 type Participant<D> = (bool, &'static str, Veto<D>);
 
-/// Asks all that a pause of `scope` uses. The first refusal says the name of its participant. One whose process `stands`
-/// still afterwards may take NCCL's memory.
+/// Asks all features that a pause of `scope` uses. The first refusal names its participant. A process that `stands`
+/// still afterwards may always release NCCL's memory.
 pub(super) fn may_close<D: Driver>(
     member: &Member<D>,
     scope: &Scope,
@@ -36,9 +36,9 @@ pub(super) fn may_close<D: Driver>(
     Ok(())
 }
 
-/// All features, for a pause that takes contexts, memory, or NCCL's memory from a process that runs on.
+/// All features, for a pause that takes contexts, releases memory, or releases NCCL's memory in a process that runs on.
 fn participants<D: Driver>(contexts: bool, memory: bool, nccl: bool) -> [Participant<D>; 6] {
-    // The look of `attach` comes before the pins: they need what it has found.
+    // `attach` is asked before the pins, which need its findings.
     [
         (contexts, "deep pause", unfreezable),
         (true, "attach", ungated),
@@ -49,8 +49,7 @@ fn participants<D: Driver>(contexts: bool, memory: bool, nccl: bool) -> [Partici
     ]
 }
 
-/// Refuses a pause from outside where work can reach a device past the gate: only the process itself knows when it
-/// launches none.
+/// Refuses a pause from outside if work can reach a device past the gate: only the process itself knows when it launches none.
 fn ungated<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().ungated)().filter(|_| !member.asking.is_for_pause())?;
     // A library that the message names starts GPU work without Sublet, so Sublet cannot stop that work. The job runs
@@ -61,7 +60,7 @@ fn ungated<D: Driver>(member: &Member<D>) -> Option<Failure> {
     )))
 }
 
-/// Refuses to take memory away that a device may hold the pages of, unseen by us: the device would still read and write
+/// Refuses to release memory whose pages a device may have pinned, unseen by Sublet: the device would still read and write
 /// there.
 fn unseen_pins<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().unseen_pins)()?;
@@ -70,7 +69,7 @@ fn unseen_pins<D: Driver>(member: &Member<D>) -> Option<Failure> {
     Some(wrong_state(format!("process {PID} cannot be paused: {why}")))
 }
 
-/// Refuses to take NCCL's memory from a process that runs on, where work that we do not hold back may need it.
+/// Refuses to release NCCL's memory in a process that runs on, if work that Sublet does not hold back may need it.
 fn unseen_nccl<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let why = (member.config().unseen_nccl)()?;
     // The process uses a second NCCL, or kernels that communicate without NCCL's calls. Sublet cannot stop this work
@@ -86,8 +85,8 @@ pub(super) fn captures<D: Driver>(member: &Member<D>) -> Option<Failure> {
     (count > 0).then(|| in_capture(count))
 }
 
-/// Gives memory back that nothing held but tickets, all closed by now. The worker's alone: it is who shuts the gate,
-/// so that it is open here.
+/// Releases memory that was held only by tickets, all closed by now. Only the worker calls this. The worker also closes the
+/// gate, so the gate is open here.
 pub(super) fn end_closed_tickets<D: Driver>(member: &Member<D>) -> Option<Failure> {
     if member.lifecycle.state() == MemberState::Active {
         member.pool.enter_giving_up().end_closed_tickets();
@@ -95,7 +94,7 @@ pub(super) fn end_closed_tickets<D: Driver>(member: &Member<D>) -> Option<Failur
     None
 }
 
-/// Refuses a deep pause where the driver could not bring the process's contexts back: that would cost the job.
+/// Refuses a deep pause if the driver could not restore the process's contexts: the job would be lost.
 pub(super) fn unfreezable<D: Driver>(member: &Member<D>) -> Option<Failure> {
     let Unfreezable { host_bytes, imported_bytes, registered_bytes } = member.pool.unfreezable();
     let why = if host_bytes > 0 {

@@ -28,12 +28,12 @@ use sublet_protocol::wire::{
     Drained, Failure, FailureKind, Hold, MemberState, Order, Phase, PhaseAnswer, PhaseReport, Reply,
 };
 
-/// The longest time that the gate stays shut for a look at the devices.
+/// The longest time that the gate stays closed for a look at the devices.
 const LOOK_MAX: Duration = Duration::from_millis(10);
 
 impl<D: Driver> Executor<D> {
-    /// Takes the phase of `round` that `order` asks for, and answers for it. To settle is to settle that round; none where
-    /// nothing is under way.
+    /// Does the phase of `round` that `order` requests, and answers. An order to settle settles that round; none if no action
+    /// is under way.
     pub(crate) fn run_phase(
         &mut self,
         round: Option<u64>,
@@ -78,7 +78,7 @@ impl<D: Driver> Executor<D> {
                 Reply::PhaseDone(phase, PhaseAnswer { report, drained })
             }
             Err(failure) => {
-                // Who has ordered the phase reports it: the job's own log is for what the job loses.
+                // The process that ordered the phase reports it. The job's own log only has losses of the job.
                 if failure.kind == FailureKind::Faulted {
                     tracing::error!(?phase, elapsed_us, "{failure}");
                 } else {
@@ -89,7 +89,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// The answer of a step that failed. Where the context is lost by that, the process stands faulted.
+    /// The answer of a failed step. If the failure lost the context, the process becomes faulted.
     pub(super) fn refuse(&mut self, failure: Failure) -> Reply {
         if failure.kind == FailureKind::Faulted && self.lifecycle.state() != MemberState::Faulted {
             self.stand_faulted();
@@ -97,7 +97,7 @@ impl<D: Driver> Executor<D> {
         Reply::Failed(failure)
     }
 
-    /// Holds the process on the way to a cut, and says where it stands.
+    /// Holds the process on the way to a cut, and reports its position.
     pub(super) fn run_cut(&self, holder: u64, hold: Hold, asked: u64, until: Instant) -> Reply {
         if let Err(failure) = self.lifecycle.expect(MemberState::Active) {
             return Reply::Failed(failure);
@@ -112,15 +112,15 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// The context is lost, and nothing of ours can bring it back. The application's own calls are let
-    /// through, so that it hears of it from the driver, and ends.
+    /// Marks the process as faulted: the context is lost, and Sublet cannot restore it. The application's own calls are let
+    /// through, so that the driver reports the loss to it, and it ends.
     fn stand_faulted(&mut self) {
         // Every state has this transition.
         if let Err(error) = self.lifecycle.transition(Event::Lost) {
             tracing::error!(%error, "a lost context was not recorded");
         }
         mem::take(&mut self.progress).abandon();
-        // What a panic has dropped has given it back too.
+        // A state that a panic dropped has returned the keeper too.
         if let Some(keeper) = self.pool.keeper() {
             keeper.let_through_for_good();
         } else {
@@ -130,14 +130,14 @@ impl<D: Driver> Executor<D> {
         self.member.cut.release();
     }
 
-    /// The code of `phase`, or of a look at the cut, failed in a way that nobody foresaw. What has been done of it
-    /// nobody knows, so the process is faulted; it is not left waiting.
+    /// Handles an unforeseen failure in the code of `phase`, or of a look at the cut. The extent of its work is not known, so
+    /// the process is faulted; it is not left waiting.
     pub(crate) fn fail_inside(&mut self, phase: Option<Phase>, panic: &str) -> Reply {
         let failure = failed_inside(phase, panic);
         tracing::error!("{failure}");
         self.member.notes.add(failure.message.clone());
-        // Its contexts are off the devices: calls that were let through would end it. Apart from a thaw, nothing that such a process is told
-        // to do calls the driver, so it stands as before.
+        // The contexts are off the devices: calls that were let through would end the process. Apart from a thaw, no order to
+        // such a process calls the driver, so it stays as before.
         let is_frozen = self.lifecycle.state() == MemberState::Deep && phase != Some(Phase::Thaw);
         if !is_frozen {
             self.stand_faulted();
@@ -169,7 +169,7 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport::default())
     }
 
-    /// Shuts the gate for a pause, or for a look at the devices, and waits for nobody.
+    /// Closes the gate for a pause, or for a look at the devices. Waits for no thread.
     pub(super) fn begin_pause(&mut self) -> Result<Draining<D>, Failure> {
         self.take_keeper()?.close().map_err(|failed| self.not_shut(failed))
     }
@@ -180,7 +180,7 @@ impl<D: Driver> Executor<D> {
         keeper.shut(deadline, called_off).map_err(|failed| self.not_shut(failed))
     }
 
-    /// The keeper, for something that begins while nothing else is under way.
+    /// Takes the keeper for an action that begins while no other is under way.
     pub(super) fn take_keeper(&mut self) -> Result<Keeper<D>, Failure> {
         let progress = mem::take(&mut self.progress);
         if matches!(progress, Progress::Taken) {
@@ -189,7 +189,7 @@ impl<D: Driver> Executor<D> {
         progress.into_keeper().map_err(|other| self.out_of_turn(*other))
     }
 
-    /// Puts the keeper back: the gate is as it was.
+    /// Restores the keeper after a failed close: the gate is as it was.
     fn not_shut(&mut self, Failed { state, error }: Failed<Keeper<D>, NotShut>) -> Failure {
         self.progress = Progress::Rest(*state);
         let is_called_off = self.member.calling_off.is_raised();
@@ -215,19 +215,19 @@ impl<D: Driver> Executor<D> {
         } else {
             self.quiesce(deadline)?
         };
-        // Asked only now: from here on no work of the application's can put anything there. What was said before
-        // is void, also without an answer. The code that knows may need the lock of an allocator, and would wait for it until the
-        // resume where a thread at the gate has it, with the interpreter's lock in its hands.
+        // Asked only now: from here on no work of the application can write there. Earlier answers are void, even if there is
+        // no new one. The code that answers may need the lock of an allocator. If a thread at the gate has that lock, and the
+        // interpreter's lock too, the code would wait for it until the resume.
         let waiting = quiesced.pool().gate().waiting();
         let is_locked = waiting.iter().any(|waiting| waiting.call == Call::Memory);
         let unused = if is_locked { Vec::new() } else { (self.member.config().unused)() };
         quiesced.mark_unused(&unused, &selection);
-        // Unless the coordinator leaves it, the pause is refused for it.
+        // Lent memory refuses the pause, unless the coordinator leaves it on its device.
         self.pool.holdings().leave_lent(&selection);
         let references = self.pool.holdings().references(&selection);
         let partners = self.member.sharing.sharers().living(&references.holders);
         let references = References::new(references, partners);
-        // The devices of all processes are idle, behind gates that are shut: nobody writes to it from here on.
+        // The devices of all processes are idle, behind closed gates: no process writes to the memory from here on.
         let seen = quiesced.survey(&selection);
         let demand = quiesced.host_demand(&selection);
         let host = HostNeed { demand, limits: (self.member.config().host_limits)() };
@@ -237,7 +237,7 @@ impl<D: Driver> Executor<D> {
         Ok((report, Drained { host, references }))
     }
 
-    /// Waits until nobody is inside a call and the devices are idle. Says how many waits that took.
+    /// Waits until no thread is inside a call and the devices are idle. Returns the number of waits.
     fn quiesce(&mut self, deadline: Instant) -> Result<(Quiesced<D>, Selection, usize), Failure> {
         let (mut draining, selection) = self.next_of(Progress::into_draining)?;
         if let Err(failure) = self.clear(&mut draining, deadline) {
@@ -254,7 +254,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// Waits until nobody is inside a call. A capture that was begun by then ends the pause, and none can begin after.
+    /// Waits until no thread is inside a call. A capture that began before ends the pause, and none can begin after.
     fn clear(&mut self, draining: &mut Draining<D>, deadline: Instant) -> Result<(), Failure> {
         let called_off = self.member.calling_off.receiver();
         let cleared = draining.clear(deadline, called_off);
@@ -270,7 +270,7 @@ impl<D: Driver> Executor<D> {
         take(mem::take(&mut self.progress)).map_err(|progress| self.out_of_turn(*progress))
     }
 
-    /// Puts back what a step has left that failed.
+    /// Restores the state that a failed step has left.
     pub(super) fn put_back<S>(
         &mut self,
         Failed { state, error }: Failed<S>,
@@ -280,7 +280,7 @@ impl<D: Driver> Executor<D> {
         pool_failure(&error)
     }
 
-    /// Puts `progress` back: the requested step does not follow it.
+    /// Restores `progress`, because the requested step does not follow it.
     pub(super) fn out_of_turn(&mut self, progress: Progress<D>) -> Failure {
         self.progress = progress;
         // Two commands worked on the process simultaneously, or one ended early. No contents are lost. The next
@@ -288,7 +288,8 @@ impl<D: Driver> Executor<D> {
         wrong_state(format!("process {PID}: this step does not follow the one before"))
     }
 
-    /// Unless it is saved by then, what would leave is told by device, so that another tenant can count on it.
+    /// Prepares the release by `schedule`. If contents are not saved by then, the report has the bytes to release by device, so
+    /// that another tenant can count on them.
     fn prepare(&mut self, stays: &[Stay], copies: Copies, schedule: Schedule) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (quiesced, selection) = self.next_of(Progress::into_quiesced)?;
@@ -306,7 +307,7 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport { devices: deltas(&self.pool, leaving), ..report(log) })
     }
 
-    /// The point of no return of a pause by stages, or behind it.
+    /// Releases one window: the point of no return of a pause by stages, or a step after it.
     pub(super) fn release_window(&mut self, window: &Window) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (mut departing, _) =
@@ -318,7 +319,8 @@ impl<D: Driver> Executor<D> {
         Ok(staged(&self.pool, moved, left))
     }
 
-    /// The point of no return of a pause, or behind it: the process stands paused, or runs on without some tags.
+    /// Releases all that is left: the point of no return of a pause, or a step after it. The process is then paused, or runs on
+    /// without some tags.
     pub(super) fn release(&mut self, rest: Schedule) -> PhaseResult {
         self.lifecycle.expect(MemberState::Offloading)?;
         let (departing, next) = self.next_of(|progress| progress.into_departing(None))?;
@@ -330,8 +332,8 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport { stays, ..staged(&self.pool, moved, BTreeMap::new()) })
     }
 
-    /// The last step of `round` was taken, well or not. A thread that has requested a pause together with others waits until
-    /// all of them have released, which this process knows by what follows that.
+    /// Ends `round` after its last step, whether that failed or not. A thread that requested a pause together with others waits
+    /// until all have released. This process learns that from the step that follows.
     fn end_round(&mut self, round: Option<u64>) {
         if mem::take(&mut self.is_pausing) {
             self.member.phase_log.end_pause();
@@ -343,7 +345,7 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// All that leaves is released: the process stands paused, or runs on without some tags. Says what stays.
+    /// Ends the release: the process is paused, or runs on without some tags. Reports the memory that stays.
     pub(super) fn stand_released(
         &mut self,
         selection: Selection,
@@ -353,14 +355,14 @@ impl<D: Driver> Executor<D> {
         let keeper = match selection.after_pause() {
             After::Running => {
                 self.lifecycle.transition(Event::TagsReleased)?;
-                // Before the gate opens: what stands at it may be a launch.
+                // Before the gate opens: a call that waits there may be a launch.
                 self.nccl_follows(&selection);
                 let keeper = done.end();
                 self.member.cut.release();
                 keeper
             }
             After::Paused => {
-                // Before others see it paused.
+                // Before others see the process as paused.
                 self.lifecycle.stand_without(selection.stands_without().map(TagNames::from));
                 self.lifecycle.transition(Event::Released)?;
                 self.is_pausing = true;
@@ -372,13 +374,13 @@ impl<D: Driver> Executor<D> {
         Ok(stays)
     }
 
-    /// Says what is free on the devices, now that all members have released.
+    /// Reports the free memory of the devices, after all members have released.
     fn verify(&mut self) -> PhaseResult {
         let (keeper, selection) = self.next_of(Progress::into_released)?;
         self.progress = Progress::Rest(keeper);
         let holdings = self.pool.holdings();
         if selection.is_by_tag() {
-            // Where the process runs on, new memory of the tags may be there already.
+            // If the process runs on, it may have allocated new memory of the tags already.
             let devices = deltas(&self.pool, holdings.offloaded_bytes(&selection));
             return Ok(PhaseReport { devices, ..PhaseReport::default() });
         }
@@ -388,8 +390,8 @@ impl<D: Driver> Executor<D> {
         Ok(PhaseReport { devices, notes, ..PhaseReport::default() })
     }
 
-    /// Looks whether the devices have work left, where nothing was launched for `quiet_us`. Takes no step of a pause. A thread
-    /// that comes to the gate at this moment waits for some milliseconds.
+    /// Checks whether the devices have work left, if nothing was launched for `quiet_us`. This is no step of a pause. A thread
+    /// that reaches the gate at this moment waits for some milliseconds.
     pub(super) fn run_idle(&mut self, quiet_us: u64) -> Reply {
         let before = self.member.idle.look();
         let is_at_rest = matches!(self.progress, Progress::Rest(_));
@@ -419,7 +421,7 @@ impl<D: Driver> Executor<D> {
             }
             draining.wait_for_change(left, self.member.calling_off.receiver());
         };
-        // A thread that has come to the gate since has something to launch.
+        // A thread that has reached the gate since then has something to launch.
         let is_drained = is_idle && self.member.gate().mark() == mark;
         self.progress = Progress::Rest(draining.reopen().done.end());
         if is_drained {
@@ -428,8 +430,8 @@ impl<D: Driver> Executor<D> {
         Reply::Idleness(self.member.idle.look())
     }
 
-    /// Maps again what was unmapped, and runs on. Nobody else is needed for that, also when others have died meanwhile.
-    /// Undoes what is under way, and nothing where nothing is.
+    /// Undoes the action under way, if there is one: maps again what was unmapped, and runs on. That needs no other process,
+    /// even if others have died meanwhile.
     pub(super) fn abort(&mut self) -> PhaseResult {
         match self.lifecycle.state() {
             MemberState::Offloading => self.abort_pause(),
@@ -467,7 +469,7 @@ impl<D: Driver> Executor<D> {
         self.run_again(undone.map_err(|failure| not_undone_yet(&failure))?)
     }
 
-    /// A pause has come to nothing.
+    /// Ends an undone pause.
     fn run_again(&mut self, Undone { done, log, spare }: Undone<D>) -> PhaseResult {
         if self.stood_without_tags() {
             self.lifecycle.transition(Event::RestUndone)?;

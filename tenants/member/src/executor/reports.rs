@@ -1,4 +1,4 @@
-//! The report of a step: its times, its bytes by device, and what is free there.
+//! The report of a step: its times, its bytes by device, and the free memory there.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use vmm_pool::{ByDevice, Left, Moved, Pool, StepLog};
 use sublet_protocol::phase::Window;
 use sublet_protocol::wire::{DeviceDelta, Failure, PhaseReport, StageLeft, StageReport};
 
-/// The end of a step, well or not.
+/// The result of a step.
 pub(super) type PhaseResult = Result<PhaseReport, Failure>;
 
-/// The devices of `bytes`, as the driver has them now. Makes their contexts current on this thread.
+/// The devices of `bytes`, with the driver's present figures. Makes their contexts current on this thread.
 pub(super) fn deltas<D: Driver>(
     pool: &Pool<D>,
     bytes: BTreeMap<DeviceOrdinal, u64>,
@@ -30,7 +30,7 @@ pub(super) fn deltas<D: Driver>(
     bytes.into_iter().map(delta).collect()
 }
 
-/// `window` by the numbers that devices have in this process.
+/// `window` by the ordinals of the devices in this process.
 pub(super) fn known<D: Driver>(pool: &Pool<D>, window: &Window) -> ByDevice {
     let devices = pool.holdings().devices().into_iter();
     let named = devices.filter_map(|device| {
@@ -41,7 +41,7 @@ pub(super) fn known<D: Driver>(pool: &Pool<D>, window: &Window) -> ByDevice {
     named.collect()
 }
 
-/// The report of a stage, after which `left` is left.
+/// The report of a stage; `left` is still to be moved.
 pub(super) fn staged<D: Driver>(
     pool: &Pool<D>,
     moved: Moved,

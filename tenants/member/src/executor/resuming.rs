@@ -1,4 +1,4 @@
-//! The work of a process in the phases of a resume. It runs on the worker thread, as that of `phases.rs` does.
+//! The work of a process in the phases of a resume. It runs on the worker thread, like the work in `phases.rs`.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -24,7 +24,7 @@ use sublet_protocol::state::Event;
 use sublet_protocol::wire::{Failure, MemberState, Needed, PhaseReport, Reply};
 
 impl<D: Driver> Executor<D> {
-    /// Shuts the gate for a resume of `scope`.
+    /// Closes the gate for a resume of `scope`.
     pub(super) fn begin_resume(
         &mut self,
         scope: &Scope,
@@ -63,7 +63,7 @@ impl<D: Driver> Executor<D> {
                 Ok(PhaseReport { devices: deltas(&self.pool, taken), ..report(log) })
             }
             Err(Failed { state, error }) => {
-                // Nothing was taken; stand as before, so that the same resume can be tried later.
+                // No memory was allocated. The process stays as before, so that the same resume can be tried later.
                 self.lifecycle.transition(undone_resume(&selection))?;
                 self.progress = Progress::Rest(state.end());
                 Err(pool_failure(&error))
@@ -78,7 +78,7 @@ impl<D: Driver> Executor<D> {
         let (returning, moved) =
             restored.map_err(|failed| self.put_back(failed, Progress::Returning))?;
         self.progress = Progress::Returning(returning);
-        // All of it was created by then, unless it comes by stages.
+        // All memory was created by then, unless the resume goes by stages.
         let bytes = if moved.log.bytes == 0 { moved.copied_bytes } else { moved.log.bytes };
         Ok(PhaseReport { bytes, ..staged(&self.pool, moved, BTreeMap::new()) })
     }
@@ -88,7 +88,7 @@ impl<D: Driver> Executor<D> {
         self.next_of(Progress::into_returning)
     }
 
-    /// Leaves out what nobody has any more, or refuses.
+    /// Imports peers' memory. Memory that no process has any more is left out, or refuses the resume.
     pub(super) fn import(&mut self, without_lost: bool, deadline: Instant) -> PhaseResult {
         self.lifecycle.expect(MemberState::Restoring)?;
         let member = Arc::clone(&self.member);
@@ -114,7 +114,7 @@ impl<D: Driver> Executor<D> {
         fetched.map_err(|error| import_failure(&error))
     }
 
-    /// All that comes before the gate opens is done with that.
+    /// Maps imports. After it the gate can open.
     fn map_imports(&mut self, mut log: StepLog) -> PhaseResult {
         let mapped = self.take_returning()?.map_imports();
         let (restored, mapped) =
@@ -129,7 +129,7 @@ impl<D: Driver> Executor<D> {
         let restored = self.next_of(Progress::into_restored)?;
         let selection = restored.selection().clone();
         let (done, spare) = restored.commit();
-        // Before others see it active.
+        // Before others see the process as active.
         self.lifecycle.stand_without(None);
         self.lifecycle.transition(Event::Resumed)?;
         if !matches!(selection, Selection::SetAside(..)) {
@@ -163,7 +163,7 @@ impl<D: Driver> Executor<D> {
         Ok(report(log))
     }
 
-    /// Brings back as much as is allowed. The first window shuts the gate.
+    /// Restores as much memory as the window allows. The first window closes the gate.
     pub(super) fn restore_window(
         &mut self,
         scope: &Scope,
@@ -184,7 +184,7 @@ impl<D: Driver> Executor<D> {
             arriving
         };
         let moved = match arriving.restore_stage(&known(&self.pool, window)) {
-            // Others have taken what was free. It is tried again when more of the first tenant has left.
+            // Others have used the free memory. The restore is tried again when more memory of the first tenant was released.
             Err(error @ PoolError::OutOfDeviceMemory { .. }) => {
                 let notes = vec![format!("comes when more of the first tenant has left: {error}")];
                 Ok(Moved { log: StepLog { notes, ..StepLog::default() }, ..Moved::default() })
@@ -197,8 +197,8 @@ impl<D: Driver> Executor<D> {
         Ok(staged(&self.pool, moved, left))
     }
 
-    /// Says what a resume of `scope` would need on each device, and what is free there. Refuses what the tenant's budget does
-    /// not have.
+    /// Reports the memory that a resume of `scope` would need on each device, and the free memory there. Refuses if the
+    /// tenant's budget has too little left for it.
     pub(super) fn run_needs(&self, scope: &Scope, all_devices: bool) -> Reply {
         match self.lifecycle.state() {
             MemberState::Active | MemberState::Paused => {
@@ -231,15 +231,15 @@ impl<D: Driver> Executor<D> {
     }
 }
 
-/// A resume that has shut the gate.
+/// A resume that has closed the gate.
 pub(super) enum Resume<D: Driver> {
-    /// Of a process that runs.
+    /// The resume of a process that runs.
     Aside(Shut<D, FromOpen>, Aside),
-    /// Of one whose memory is away.
+    /// The resume of a process whose memory is released.
     Away(Shut<D, FromOffloaded>, Away),
 }
 
-/// The event by which a resume of `selection` is undone.
+/// The event that undoes a resume of `selection`.
 fn undone_resume(selection: &Selection) -> Event {
     if matches!(selection, Selection::SetAside(..)) {
         Event::TagResumeUndone

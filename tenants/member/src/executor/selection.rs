@@ -1,8 +1,8 @@
-//! The part of a scope that this process has; and its calls into NCCL, which wait at the cut while it runs on without
-//! NCCL's memory.
+//! The part of a scope that this process has. Also the process's calls into NCCL, which wait at the cut while the process runs
+//! on without NCCL's memory.
 //!
-//! They wait from the end of a pause that names NCCL to the end of the resume, also where NCCL had no memory at that
-//! moment: what it allocates later would be there in spite of the pause.
+//! These calls wait from the end of a pause that names NCCL to the end of the resume, even if NCCL had no memory at that
+//! moment. Otherwise NCCL would allocate memory later in spite of the pause.
 
 use vmm_pool::driver::Driver;
 use vmm_pool::{Aside, Away, Selection, Whose};
@@ -12,11 +12,11 @@ use sublet_protocol::scope::{NCCL_TAG, Scope, whose};
 use sublet_protocol::state::MemberState;
 use sublet_protocol::wire::{Failure, FailureKind};
 
-/// Memory that a resume brings back, by whether the process runs.
+/// Memory that a resume restores, by whether the process runs.
 pub(super) enum Resumed {
-    /// It does.
+    /// The process runs.
     Aside(Aside),
-    /// Its memory is away.
+    /// The process's memory is released.
     Away(Away),
 }
 
@@ -30,8 +30,8 @@ impl From<Resumed> for Selection {
 }
 
 impl<D: Driver> Executor<D> {
-    /// The part of `scope` that a pause takes from this process, which `stands` still meanwhile or not. One that stands still
-    /// already gives the rest.
+    /// The part of `scope` that a pause releases in this process. `stands` says whether the process stops meanwhile. A process
+    /// that is stopped already releases the rest.
     pub(super) fn leaving(&self, scope: &Scope, stands: bool) -> Selection {
         let own = self.member.presence.id();
         match scope {
@@ -43,12 +43,12 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// Does it stand still without some tags, or did it when the pause under way began?
+    /// Is the process stopped without some tags, or was it when the pause under way began?
     pub(super) fn stood_without_tags(&self) -> bool {
         self.lifecycle.stands_without().is_some()
     }
 
-    /// The part of `scope` that a resume brings back to this process now.
+    /// The part of `scope` that a resume restores in this process now.
     pub(super) fn resumed(&self, scope: &Scope) -> Resumed {
         match (scope, self.lifecycle.state()) {
             (Scope::Whole, _) => Resumed::Away(Away::Whole),
@@ -69,8 +69,8 @@ impl<D: Driver> Executor<D> {
         }
     }
 
-    /// Refuses what would come back to this process alone, and is others' too: the caller may have looked before
-    /// they came for it. Nobody comes while it is away.
+    /// Refuses a resume of this process alone if the memory is others' too. The caller may have looked before the others
+    /// imported it. No process imports it while it is released.
     pub(super) fn refuse_shared(&self, scope: &Scope) -> Result<(), Failure> {
         let acts_alone = self.member.rounds().acts_alone();
         if acts_alone && self.pool.holdings().is_shared(&self.resumed(scope).into()) {
@@ -80,7 +80,7 @@ impl<D: Driver> Executor<D> {
         Ok(())
     }
 
-    /// `selection` has left or come back: lets calls into NCCL wait, or no longer.
+    /// Makes calls into NCCL wait after `selection` was released, or lets them through after it was restored.
     pub(super) fn nccl_follows(&mut self, selection: &Selection) {
         let asked = match selection {
             Selection::Tagged(tags, whose) if is_about_own(whose) => Some((tags, true)),
@@ -99,14 +99,14 @@ impl<D: Driver> Executor<D> {
         self.member.cut.set_away(self.nccl_is_asked_away || is_set_aside());
     }
 
-    /// Lets them through, whatever is away.
+    /// Lets calls into NCCL through, whatever is released.
     pub(super) fn let_nccl_through(&mut self) {
         self.nccl_is_asked_away = false;
         self.member.cut.set_away(false);
     }
 }
 
-/// Is this about the process's own memory, and not about another's only?
+/// Does the selection include the process's own memory, and not only another's?
 fn is_about_own(whose: &Whose) -> bool {
     match whose {
         Whose::Everybody | Whose::Own => true,

@@ -1,5 +1,5 @@
-//! The work of a process behind its shut gate until its devices are idle, as [`sublet_protocol::stepping`] decides it for all. It
-//! runs on the worker thread.
+//! The work of a process behind its closed gate until its devices are idle, as [`sublet_protocol::stepping`] decides it for all
+//! processes. It runs on the worker thread.
 
 use std::time::{Duration, Instant};
 
@@ -13,28 +13,28 @@ use crate::progress::Progress;
 use sublet_protocol::stepping::{Activity, Calls, HeldCall, StepOrder};
 use sublet_protocol::wire::{Failure, FailureKind, MemberState, Reply, StepOn};
 
-/// The longest time that a watcher waits between two looks: threads come to the gate without notifying it.
+/// The longest time that a watcher waits between two looks: threads reach the gate without notifying it.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// The longest time that a thread that was let in may be inside before the others go on without it. Its call may wait
-/// for them.
+/// The longest wait for a thread that was let in, before the others go on without it. Its call may wait for them.
 const CALL_PATIENCE: Duration = Duration::from_millis(5);
 /// The time that a device may be busy after a call before it counts as waiting for something.
 const BUSY_PATIENCE: Duration = Duration::from_millis(2);
-/// The same in the turn of a busy process, which may be hundreds of calls.
+/// The same time in the turn of a busy process, which may be hundreds of calls.
 const TURN_PATIENCE: Duration = Duration::from_millis(1);
-/// The number of calls that a process makes one right after the other while its devices stay idle. If a later call
-/// makes a device of another process idle, the coordinator hears of it before the next call.
+/// The number of calls that a process makes in direct succession while its devices stay idle. If a later call makes a device of
+/// another process idle, the coordinator learns of it before the next call.
 const CALLS_AT_SPEED: u64 = 64;
-/// The time that the coordinator takes to hear of a call.
+/// The time until the coordinator learns of a call.
 const WORD_TIME: Duration = Duration::from_millis(1);
-/// The longest time that threads may take from one call to the next.
+/// The longest time of threads between one call to the next.
 const COME_PATIENCE: Duration = Duration::from_millis(1);
-/// Waiting calls that a report lists.
+/// The number of waiting calls that a report lists.
 const LISTED_MAX: usize = 16;
 
 impl<D: Driver> Executor<D> {
-    /// Does a step, and says what the process does as soon as that is other than was seen, or at `until`, or when
-    /// something else is requested than what [`sublet_protocol::cut::Cut::claim`] gave `asked` for.
+    /// Does a step, and reports the activity of the process. The report comes as soon as the activity differs from the facts
+    /// that the coordinator knows, at `until`, or after another request. `asked` is the number from
+    /// [`sublet_protocol::cut::Cut::claim`].
     pub(super) fn run_step(
         &mut self,
         holder: u64,
@@ -59,7 +59,7 @@ impl<D: Driver> Executor<D> {
     }
 }
 
-/// A process behind its shut gate, until something else is requested of it.
+/// A process behind its closed gate, until another request arrives.
 struct Stepper<'a, D: Driver> {
     member: &'a Member<D>,
     draining: &'a mut Draining<D>,
@@ -91,7 +91,8 @@ impl<D: Driver> Stepper<'_, D> {
         }
     }
 
-    /// Lets all that wait make `count` calls; up to one after which the devices are idle in so much time, if any is given.
+    /// Lets all waiting threads make `count` calls each. With `idle_within`, stops after a call that makes the devices idle in
+    /// that time.
     fn step_each(&mut self, count: u32, idle_within: Option<Duration>) -> Result<(), Failure> {
         for _ in 0..count {
             if self.is_over() || !self.somebody_waits()? {
@@ -108,7 +109,7 @@ impl<D: Driver> Stepper<'_, D> {
         Ok(())
     }
 
-    /// Lets threads that are ready make `count` calls in all, as long as the devices stay what they were.
+    /// Lets ready threads make `count` calls in all, as long as the devices stay idle or stay busy.
     fn step_ready(&mut self, count: u32) -> Result<(), Failure> {
         let was_idle = self.look()?.is_idle;
         for _ in 0..count {
@@ -131,14 +132,14 @@ impl<D: Driver> Stepper<'_, D> {
         Ok(())
     }
 
-    /// Is there something else to do?
+    /// Is there another request, or is the time over?
     fn is_over(&self) -> bool {
         Instant::now() >= self.until
             || self.member.cut.is_asked_since(self.asked)
             || self.member.calling_off.is_raised()
     }
 
-    /// Does a thread wait that can be let in? Those that come in a moment count.
+    /// Does a thread wait that can be let in? Threads that arrive within a moment count.
     fn somebody_waits(&self) -> Result<bool, Failure> {
         let waits = |draining: &Draining<D>| !draining.pool().gate().waiting().is_empty();
         if !self.wait_until(COME_PATIENCE, waits) {
@@ -170,7 +171,7 @@ impl<D: Driver> Stepper<'_, D> {
         }
     }
 
-    /// Waits for `happened`, for at most `patience`; says whether it has.
+    /// Waits for `happened`, for at most `patience`; returns whether it has.
     fn wait_until(&self, patience: Duration, happened: impl Fn(&Draining<D>) -> bool) -> bool {
         let until = Instant::now() + patience;
         while !happened(self.draining) {
@@ -183,14 +184,14 @@ impl<D: Driver> Stepper<'_, D> {
         true
     }
 
-    /// Returns what the devices do, as far as they can be asked now.
+    /// Returns the activity of the devices, as far as they can be asked now.
     fn look(&mut self) -> Result<vmm_pool::Activity, Failure> {
         let looked = self.draining.look(|| self.member.captures().under_way());
         looked.map_err(|error| drain_failure(&error, &self.draining.pool().gate().waiting()))
     }
 
     fn activity(&mut self, order: u64) -> Result<Activity, Failure> {
-        // Before the devices: who comes out after a look at them is seen as inside.
+        // Before the devices: a thread that leaves after the look at the devices then counts as inside.
         let cut = self.member.cut.report(self.member.captures().under_way());
         let looked = self.look()?;
         let waiting = self.draining.pool().gate().waiting();

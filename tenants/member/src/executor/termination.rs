@@ -1,19 +1,19 @@
-//! Cooperative termination of a two-phase commit: what a process does when its coordinator has ended, or is silent. A
-//! silent one is hung up on, and counts as ended from then on.
+//! Cooperative termination of a two-phase commit: the work of a process after its coordinator has ended, or is silent. The
+//! connection of a silent coordinator is closed, and the coordinator counts as ended from then on.
 //!
-//! Nobody is told to take a step behind the point of no return before everybody has done all steps before it.
-//! So a process that has prepared is in doubt: it cannot know alone which way the others went, and asks them: if one was
-//! told to commit, all commit; if none was, none ever will be, and all abort. A process that has not
-//! prepared knows that nobody was told, and aborts. One that has begun to release by stages knows that it was told, and
-//! commits: it saves and releases what is left, as it could from the moment that it was prepared.
+//! No process is told to do a step after the point of no return before all processes have done all steps before it. So a
+//! process that has prepared is in doubt. It cannot know alone which way the others went, and asks them. If one was told to
+//! commit, all commit. If none was, none ever will be, and all abort. A process that has not prepared knows that no process was
+//! told, and aborts. A process that has begun to release by stages knows that it was told, and commits. It saves and releases
+//! the rest, as it could from the moment that it was prepared.
 //!
-//! One that is silent, as a process that is stopped, counts as told nothing: it may not have prepared, or may have been
-//! told to undo what it had, and goes back when it goes on. Where it alone was told to commit, they part.
+//! A silent process, such as a stopped one, counts as told nothing. It may not have prepared, or may have been told to undo its
+//! work, and goes back when it continues. If it alone was told to commit, the processes end in different states.
 //!
-//! The question needs a connection made after the coordinator's end was seen. Whatever the coordinator sent
-//! to the process that is asked lies in that one's socket by then, and its agent reads that first, so its answer
-//! counts it. A coordinator that was only stopped may go on at any time, though: so a process that is asked hangs up on it
-//! before it answers, and can be told nothing afterwards that its answer did not count.
+//! The question needs a connection that was made after the coordinator's end was seen. By then all messages of the coordinator
+//! to the asked process are in that process's socket. Its agent reads them first, so its answer includes them. But a
+//! coordinator that was only stopped may continue at any time. So an asked process closes the coordinator's connection before
+//! it answers. After that it cannot receive an order that its answer did not include.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd as _;
@@ -36,24 +36,24 @@ use sublet_protocol::wire::{
     Ask as _, Failure, FailureKind, MemberState, Phase, PhaseReport, RoundEnd, Withdraw,
 };
 
-/// The longest time that all others together may take to say what they were told. Agents answer immediately; only a
-/// stopped process does not.
+/// The longest time in which all others together must report their orders. Agents answer immediately; only a stopped process
+/// does not.
 const ASK_TIMEOUT: Duration = Duration::from_secs(5);
-/// Answers that have taken longer in all are requested again: others wait for as long for a process that is stopped,
+/// The time after which the answers are requested again: others wait equally long for a stopped process.
 const ANSWERS_COUNT: Duration = Duration::from_secs(1);
-/// so often at most.
+/// The most times that the answers are requested.
 const ASKED_TIMES_MAX: u32 = 3;
-/// Questions that are out at a time: each takes two descriptors of the application's process.
+/// The number of open questions at a time: each uses two descriptors of the application's process.
 const ASKED_AT_ONCE: usize = 64;
-/// The time before a process that could not be asked is tried again: there is no event for that.
+/// The time before a process that could not be asked is tried again, since no event tells when it can be asked.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
-/// The longest time between two looks at whether the asked processes live. A process that had ended already when it was
-/// asked makes no event, where something else holds its socket.
+/// The longest time between two checks whether the asked processes live. A process that had already ended when it was asked
+/// makes no event, if another process holds its socket.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl<D: Driver> Executor<D> {
-    /// Brings a pause or resume under way, which is `round`, to an end without its coordinator. Runs on the worker thread,
-    /// after the phase that the coordinator left behind.
+    /// Ends the pause or resume under way, which is `round`, without its coordinator. Runs on the worker thread, after the last
+    /// phase that the coordinator ordered.
     pub(super) fn settle(&mut self, round: Option<u64>) -> PhaseResult {
         let action = match self.lifecycle.state() {
             MemberState::Offloading => Action::Pause,
@@ -62,7 +62,7 @@ impl<D: Driver> Executor<D> {
                 self.member.cut.release();
                 return Ok(PhaseReport::default());
             }
-            // Whether its contexts are away only the driver knows: the next command asks it.
+            // Only the driver knows whether the contexts are off the devices: the next command asks it.
             MemberState::Paused | MemberState::Deep => return Ok(PhaseReport::default()),
             MemberState::Faulted => {
                 let message = format!("process {PID} is faulted: end it");
@@ -75,7 +75,7 @@ impl<D: Driver> Executor<D> {
             || round.map_or(Verdict::Abort, |round| ask_others(&self.member.presence, round));
         let verdict = known(outlook, told).unwrap_or_else(asked);
         if let Some(round) = round {
-            // Others that ask us follow.
+            // Others that ask this process follow the verdict.
             self.member.rounds().decide(round, verdict);
         }
         let phase = match verdict {
@@ -92,7 +92,7 @@ impl<D: Driver> Executor<D> {
             (_, Verdict::Abort) => self.abort(),
         };
         match (outcome, self.lifecycle.state()) {
-            // Where a pause could not be undone, to be paused is an end as well.
+            // If a pause could not be undone, the paused state is an end as well.
             (Err(failure), MemberState::Active | MemberState::Paused) => {
                 Ok(PhaseReport { notes: vec![failure.message], ..PhaseReport::default() })
             }
@@ -101,8 +101,8 @@ impl<D: Driver> Executor<D> {
     }
 }
 
-/// Was any other process told to go beyond the point of no return of `round`? One that does not say counts as one that
-/// was told nothing: it may not even have prepared, and then goes back when it can.
+/// Was any other process told to go beyond the point of no return of `round`? A process that does not answer counts as told
+/// nothing: it may not even have prepared, and then goes back when it can.
 fn ask_others(presence: &Presence, round: u64) -> Verdict {
     for _ in 0..ASKED_TIMES_MAX {
         let began = Instant::now();
@@ -110,10 +110,10 @@ fn ask_others(presence: &Presence, round: u64) -> Verdict {
         let took = began.elapsed();
         match verdict {
             Ok(Verdict::Commit) => return Verdict::Commit,
-            // Those that answered first may have gone on since, without one that was silent for long.
+            // The processes that answered first may have gone on since, without one that was silent for long.
             Ok(Verdict::Abort) if took < ANSWERS_COUNT => break,
-            // Those that answered first may have gone on since. Else this process was stopped itself, and the others
-            // have gone on without it.
+            // The processes that answered first may have gone on since. Otherwise this process was stopped itself, and the
+            // others have gone on without it.
             Err(Silent) if took < ASK_TIMEOUT + ANSWERS_COUNT => {
                 let again = ask_others_once(presence, round, Instant::now() + ANSWERS_COUNT);
                 return again.unwrap_or(Verdict::Abort);
@@ -124,7 +124,7 @@ fn ask_others(presence: &Presence, round: u64) -> Verdict {
     Verdict::Abort
 }
 
-/// Asks all at a time, so that one that is silent takes nobody else's time to answer.
+/// Asks all processes simultaneously, so that a silent process leaves the others their time to answer.
 fn ask_others_once(presence: &Presence, round: u64, deadline: Instant) -> Result<Verdict, Silent> {
     let sockets = presence.dir().members().unwrap_or_default();
     if !sockets.iter().any(|socket| socket.id == presence.id()) {
@@ -153,7 +153,7 @@ fn ask_others_once(presence: &Presence, round: u64, deadline: Instant) -> Result
                 Ok(question) => asked.push(question),
                 Err(error) if error.peer_is_gone() => {}
                 Err(error) => {
-                    // Its queue is full, or we have no descriptor for it now.
+                    // The process's queue is full, or this process has no descriptor for the connection now.
                     tracing::debug!(%error, "a peer could not be asked yet");
                     to_ask.push_back(socket);
                     look_again = deadline.min(now + ASK_AGAIN);
@@ -186,7 +186,7 @@ fn ask_others_once(presence: &Presence, round: u64, deadline: Instant) -> Result
     if all_answered { Ok(Verdict::Abort) } else { Err(Silent) }
 }
 
-/// One of the others did not say what it was told, and none of those that did was told anything.
+/// One of the other processes did not report its order, and none of those that answered was told anything.
 struct Silent;
 
 /// A question to one other process.
@@ -201,7 +201,7 @@ struct Question {
 enum Heard {
     Nothing,
     Told(RoundEnd),
-    /// It has ended.
+    /// The process has ended.
     Gone,
     Nonsense,
 }
@@ -212,7 +212,7 @@ impl Question {
         let mut connection = Connection::connect(&socket.path, now)?;
         let asked = Withdraw { round };
         let process = connection.process();
-        // Something else holds its socket.
+        // Another process holds the socket.
         if process.has_ended() {
             return Err(TransportError::Closed { peer: connection.peer() });
         }
@@ -227,7 +227,7 @@ impl Question {
     }
 
     fn answer(&mut self) -> Heard {
-        // Looked at first: what it sent before its end counts.
+        // Checked first: messages that the process sent before its end count.
         let has_ended = self.process.has_ended();
         match self.connection.try_answer(&self.asked) {
             Ok(None) if has_ended => Heard::Gone,

@@ -1,4 +1,4 @@
-//! The rounds: step by step, and all that can happen to those of several processes.
+//! Tests of the rounds: step by step, and every sequence of events in the rounds of several processes.
 
 mod model;
 mod search;
@@ -18,8 +18,8 @@ fn a_second_undo_of_what_could_not_be_undone_is_not_answered_as_done() {
     assert_eq!(admit(7, Stage::Prepare, true), Admission::Taken);
     assert_eq!(admit(7, Stage::Abort, false), Admission::Taken);
     assert_eq!(admit(7, Stage::Abort, false), Admission::Refused);
-    // Of another one there is nothing to undo.
+    // There is nothing to undo for another round.
     assert_eq!(admit(8, Stage::Abort, false), Admission::NothingToUndo);
-    // Settled meanwhile.
+    // The round was settled meanwhile.
     assert_eq!(admit(7, Stage::Abort, true), Admission::NothingToUndo);
 }

@@ -1,5 +1,5 @@
-//! Processes of other tenants of the family, which this one borrows memory from: where they are, and how long it waits for
-//! one that is paused.
+//! Processes of other tenants of the family from which this one borrows memory: their sockets, and the time to wait for a
+//! paused one.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use sublet_protocol::run_dir::SOCKET_EXTENSION;
 use sublet_protocol::wire::Borrower;
 
 impl<D: Driver> Sharing<D> {
-    /// The tenant of `owner`, which a handle names without its tenant: our own, unless a process of that identity is in
-    /// another one of our run directory. Contacts nobody.
+    /// The tenant of `owner`, which a handle names without its tenant. It is our own tenant, unless a process of that identity
+    /// is in another tenant of our run directory. Contacts no process.
     pub fn tenant_of(&self, owner: MemberId) -> TenantName {
         let own = self.presence.tenant();
         if owner == self.presence.id() || self.presence.dir().has_member(owner) {
@@ -35,15 +35,15 @@ impl<D: Driver> Sharing<D> {
 }
 
 impl<D: Driver> Sharers<D> {
-    /// `owner`, of tenant `theirs`, is to give memory: notes where it is. Nobody is contacted by a process that
-    /// names no family.
+    /// Records the tenant of `owner`, `theirs`, before memory of it is opened. A process that names no family contacts no other
+    /// tenant.
     pub(super) fn approach(&self, owner: MemberId, theirs: &TenantName) -> Result<(), ImportError> {
         let refused = || ImportError::OtherTenant {
             theirs: theirs.to_string(),
             ours: self.presence.tenant().to_string(),
         };
         self.presence.family().ok_or_else(refused)?;
-        // In a directory that is ours alone, as our own is.
+        // The socket is in a directory that is ours alone, like our own socket.
         let dir = self.presence.run_dir().existing_tenant(theirs).ok().flatten();
         let path = dir.as_ref().and_then(|dir| dir.socket_path(owner).ok());
         path.ok_or_else(|| ImportError::NoLender { theirs: theirs.to_string() })?;
@@ -51,12 +51,12 @@ impl<D: Driver> Sharers<D> {
         Ok(())
     }
 
-    /// The tenant of `owner`, where it is another one that memory was asked of.
+    /// The tenant of `owner`, if memory of it was requested and its tenant is another one.
     pub(super) fn lender(&self, owner: MemberId) -> Option<TenantName> {
         lock(&self.lenders).get(&owner).cloned()
     }
 
-    /// All processes of other tenants that memory was asked of, and that are not known to have ended.
+    /// All processes of other tenants from which memory was requested, and that are not known to have ended.
     pub(super) fn known_lenders(&self) -> Vec<(MemberId, TenantName)> {
         lock(&self.lenders).iter().map(|(id, tenant)| (*id, tenant.clone())).collect()
     }
@@ -68,20 +68,21 @@ impl<D: Driver> Sharers<D> {
         dir.join(format!("{owner}.{SOCKET_EXTENSION}"))
     }
 
-    /// Returns what this process says of itself to `owner`; none where the owner is of its own tenant.
+    /// Returns this process's description of itself for `owner`; none if the owner is in the same tenant.
     pub(super) fn as_borrower(&self, owner: MemberId) -> Option<Borrower> {
         self.lender(owner)?;
         let family = self.presence.family().map(ToString::to_string);
         Some(Borrower { tenant: self.presence.tenant().to_string(), family })
     }
 
-    /// Returns the deadline until which an open may wait for `owner`. There is none for an owner of the own tenant. The
-    /// open then waits as long as a call at the own gate. Another owner's pauses are its own, so it has a deadline.
+    /// Returns the deadline until which an open may wait for `owner`. There is none for an owner of the own tenant. The open
+    /// then waits as long as a call at the own gate. An owner of another tenant pauses independently, so the open has a
+    /// deadline.
     pub(super) fn open_deadline(&self, owner: MemberId) -> Option<Instant> {
         self.lender(owner).map(|_| Instant::now() + self.presence.config().family_wait)
     }
 
-    /// Returns the longest time that `owner` may take to answer an open.
+    /// Returns the longest time in which `owner` must answer an open.
     pub(super) fn answer_timeout(&self, owner: MemberId) -> Duration {
         let family_wait = || self.presence.config().family_wait;
         self.lender(owner).map_or(AGENT_TIMEOUT, |_| AGENT_TIMEOUT.min(family_wait()))

@@ -25,7 +25,7 @@ use sublet_protocol::wire::{
     FDS_PER_MESSAGE_MAX, Failure, FailureKind, FetchFds, FetchPurpose, SentFds,
 };
 
-/// Why a ticket did not become memory.
+/// The reason why a ticket did not become memory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportError {
@@ -132,9 +132,9 @@ pub enum ImportError {
     Miscounted {
         /// Its socket.
         path: PathBuf,
-        /// Descriptors that came.
+        /// The number of received descriptors.
         got: usize,
-        /// Allocations that were requested.
+        /// The number of requested allocations.
         wanted: usize,
     },
     /// The owner of shared memory sent a file that is no device memory. The memory was not opened. The two processes
@@ -152,7 +152,7 @@ pub enum ImportError {
 /// The answer of an owner to a fetch.
 pub(super) struct Fetched {
     fds: HashMap<AllocationId, Borrowed>,
-    /// Of redeemed tickets.
+    /// The tags of redeemed tickets.
     tags: Vec<String>,
     /// The allocations that the owner does not have any more.
     missing: BTreeSet<AllocationId>,
@@ -172,12 +172,12 @@ impl From<Missing> for ImportError {
     }
 }
 
-/// Between two questions to an owner that is paused, or about to be.
+/// The shortest time between two questions to an owner that is paused, or about to be.
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(100);
 
 impl<D: Driver> Sharing<D> {
-    /// A ticket for `handle`, instead of the driver's descriptor.
+    /// Issues a ticket for `handle`, instead of the driver's descriptor.
     ///
     /// # Errors
     /// The error of the pool or of the system.
@@ -188,7 +188,7 @@ impl<D: Driver> Sharing<D> {
     ) -> Result<OwnedFd, ImportError> {
         let export = entered.pool().front().export(entered, handle)?;
         let owner = export.owner.map_or(self.presence.id(), MemberId::from);
-        // A process that redeems a ticket for borrowed memory asks its owner.
+        // A process that redeems a ticket for borrowed memory asks the memory's owner.
         let tenant = self.sharers.lender(owner).unwrap_or_else(|| self.presence.tenant().clone());
         let ticket = Ticket {
             allocation: export.id,
@@ -213,7 +213,7 @@ impl<D: Driver> Sharing<D> {
         Ok(fd)
     }
 
-    /// The memory that `ticket` stands for, requested by `library`. Its tag is its owner's.
+    /// Opens the memory of `ticket`, for `library`. Its tag is its owner's.
     ///
     /// # Errors
     /// [`ImportError`].
@@ -233,7 +233,7 @@ impl<D: Driver> Sharing<D> {
         let (owned_by, size_bytes) = (Some(owner.into()), ticket.size_bytes);
         let of = Export { id: allocation, size_bytes, serial, owner: owned_by, part };
         if let Some(handle) = front.import_held(entered, &of)? {
-            // The owner keeps memory for every ticket until it is redeemed: tell it that this one is.
+            // The owner keeps memory for every ticket until it is redeemed, so this tells it of the redemption.
             if is_own || serial == 0 {
                 return Ok(handle);
             }
@@ -244,7 +244,7 @@ impl<D: Driver> Sharing<D> {
             if matches!(error, ImportError::OwnerEnded { .. }) {
                 return Ok(handle);
             }
-            // The ticket is good still, and would hold the memory for ever if this were a success.
+            // The ticket is still valid, and would hold the memory for ever if this were a success.
             front.release(entered, handle)?;
             return Err(error);
         }
@@ -252,7 +252,7 @@ impl<D: Driver> Sharing<D> {
             return Err(ImportError::Stale { id: allocation });
         }
         let Fetched { mut fds, tags, .. } = self.redeem_from(entered, owner, allocation, serial)?;
-        // It leaves and comes back with its owner's; what is borrowed, with all that this process has.
+        // Imported memory is released and restored with its owner's; borrowed memory with all memory of this process.
         let tag = tags.into_iter().next().unwrap_or_default();
         let class = Class { library, tag, contents: Contents::Keep };
         let lent = fds.remove(&allocation).ok_or(ImportError::Stale { id: allocation })?;
@@ -260,9 +260,9 @@ impl<D: Driver> Sharing<D> {
         Ok(front.import(entered, source, lent, class, part)?)
     }
 
-    /// Redeems a ticket at its owner. While that is paused, or being paused, it waits as it would at its own gate,
-    /// and lets a pause of its own process through; for an owner of another tenant only until a deadline. If the run
-    /// directory has gone, it waits until both have their names again, or had the time.
+    /// Redeems a ticket at its owner. If the owner is paused, or being paused, the call waits as it would at the own gate, and
+    /// lets a pause of its own process through. For an owner of another tenant it waits only until a deadline. If the run
+    /// directory was removed, it waits until both processes have their names again, or had the time for it.
     fn redeem_from(
         &self,
         entered: &Entered<'_, D>,
@@ -294,18 +294,18 @@ impl<D: Driver> Sharing<D> {
         }
     }
 
-    /// Was the owner not found, or did it not find this process, because the run directory has gone?
+    /// Was the owner not found, or did it not find this process, because the run directory was removed?
     fn is_for_want_of_names(&self, error: &ImportError) -> bool {
         let is_unknown = matches!(error, ImportError::Owner { source, .. } if source.nobody_listens())
             || matches!(error, ImportError::Refused(failure) if failure.kind == FailureKind::Unknown);
         is_unknown && !self.presence.names_stay()
     }
 
-    /// Imports again all of `returning` that is not resident, from all owners. What a living owner does not have any
-    /// more is left as it is, and returned. [`Returning::map_imports`] is to follow.
+    /// Imports again all of `returning` that is not resident, from all owners. Imports that a living owner does not have any
+    /// more stay as they are, and are returned. [`Returning::map_imports`] must follow.
     ///
-    /// Descriptors are fetched all before the first is imported, because the driver is slow where one process exports
-    /// while another imports, but never more simultaneously than this process may open.
+    /// All descriptors are fetched before the first is imported, because the driver is slow if one process exports while
+    /// another imports. But never more are open than this process may open.
     pub(crate) fn import_again(
         &self,
         returning: &mut Returning<D>,
@@ -334,7 +334,7 @@ impl<D: Driver> Sharing<D> {
                         gone.extend(fetched.missing);
                         rest = &rest[ids.len()..];
                     }
-                    // The owner, too, may have no room for so many descriptors together.
+                    // The owner, too, may lack room for so many descriptors together.
                     Err(ImportError::Refused(failure))
                         if failure.kind == FailureKind::Driver
                             && (ids.len() > 1 || !at_hand.is_empty()) =>
@@ -356,7 +356,7 @@ impl<D: Driver> Sharing<D> {
         Ok((log, missing))
     }
 
-    /// Why `count` imports could not be fetched again: says so when that is because `owner` has ended.
+    /// Turns `error`, the failure to fetch `count` imports again, into one that says so if `owner` has ended.
     fn or_ended(&self, owner: MemberId, error: ImportError, count: usize) -> ImportError {
         let ImportError::Owner { path, source } = error else {
             return error;
@@ -369,8 +369,8 @@ impl<D: Driver> Sharing<D> {
         }
     }
 
-    /// As one fetch, once more after a pause of this process. A lender that is on its way somewhere is waited for; one that
-    /// is paused is named.
+    /// Fetches again after a pause of this process. The call waits for a lender that is being paused or resumed; it names a
+    /// lender that is paused.
     fn fetch_again(
         &self,
         owner: MemberId,
@@ -417,7 +417,7 @@ impl<D: Driver> Sharing<D> {
         let answer = match kept {
             None => self.ask_anew(owner, &question, deadline),
             Some(mut connection) => match connection.call(&question, deadline) {
-                // The owner may have closed what was idle; a new connection tells whether it lives.
+                // The owner may have closed an idle connection; a new one tells whether the owner lives.
                 Err(error) if error.peer_is_gone() => self.ask_anew(owner, &question, deadline),
                 answer => answer.map(|answer| (answer, connection)),
             },
@@ -448,7 +448,7 @@ impl<D: Driver> Sharing<D> {
         Ok(Fetched { fds, tags, missing })
     }
 
-    /// Is a device of this name surely none of this process's?
+    /// Is a device of this name certainly none of this process's?
     fn cannot_see(&self, uuid: &str) -> bool {
         let is_name = uuid.starts_with("GPU-");
         is_name && !self.pool.devices().sees(uuid)
@@ -466,12 +466,12 @@ impl<D: Driver> Sharing<D> {
     }
 }
 
-/// May the same question be answered a little later?
+/// Can the same question succeed a little later?
 fn is_over_later(kind: FailureKind) -> bool {
     matches!(kind, FailureKind::NotNow | FailureKind::LenderAway)
 }
 
-/// Tells whether a descriptor may come from the driver. The driver checks what is behind it, but should never be given
+/// Tells whether a descriptor may come from the driver. The driver checks the file, but must never get
 /// a socket, a pipe, a directory or a block device.
 fn may_be_the_drivers(fd: &OwnedFd) -> bool {
     fstat(fd).is_ok_and(|status| {

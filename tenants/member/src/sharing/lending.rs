@@ -1,8 +1,8 @@
-//! Memory of this process that goes to others: to processes of its own tenant, which take part in its pauses, and on
-//! lease to processes of other tenants of its family, which do not.
+//! Memory that this process gives to others: to processes of its own tenant, which take part in its pauses, and on lease to
+//! processes of other tenants of its family, which do not.
 //!
-//! All of it is the agent thread's. So what it says to be lent after the gate is shut stays all that is lent: nothing is
-//! lent by a process that is not active.
+//! Only the agent thread does this. So the loans that it reports after the gate was closed are complete: a process that is not
+//! active lends nothing.
 
 use std::os::fd::OwnedFd;
 
@@ -23,25 +23,25 @@ use sublet_protocol::wire::{
     MemberState, Wanted,
 };
 
-/// The library that memory opened by a `cudaIpc` handle is of.
+/// The library name of memory that was opened by a `cudaIpc` handle.
 pub const IPC_LIBRARY: &str = "ipc";
 
-/// Borrowers that are remembered before those are forgotten who hold nothing.
+/// The number of remembered borrowers above which borrowers without memory are forgotten.
 const BORROWERS_KEPT: usize = 64;
 
-/// The memory that an importer is given.
+/// The memory that an importer gets.
 #[derive(Default)]
 pub(crate) struct HandedOut {
     pub(crate) fds: Vec<OwnedFd>,
-    /// When tickets are redeemed.
+    /// The tags of redeemed tickets.
     pub(crate) tags: Vec<String>,
     /// The allocations that this process does not have any more.
     pub(crate) missing: Vec<AllocationId>,
-    /// Of what is lent.
+    /// The devices of lent memory.
     pub(crate) devices: Vec<String>,
 }
 
-/// A process of another tenant that something was lent to.
+/// A process of another tenant to which memory was lent.
 #[derive(Clone, Debug)]
 pub(super) struct KnownBorrower {
     tenant: TenantName,
@@ -49,7 +49,7 @@ pub(super) struct KnownBorrower {
 }
 
 impl<D: Driver> Sharing<D> {
-    /// Descriptors of what an importer asks for, which `client` leads to.
+    /// Returns descriptors of the memory that the importer at `client` requests.
     pub(crate) fn hand_out(
         &self,
         fetch: &FetchFds,
@@ -71,7 +71,7 @@ impl<D: Driver> Sharing<D> {
         }
     }
 
-    /// To a process of the own tenant.
+    /// Gives memory to a process of the own tenant.
     fn hand_out_inside(&self, fetch: &FetchFds, client: &mut Client) -> Result<HandedOut, Failure> {
         let FetchFds { allocations, purpose, importer, .. } = fetch;
         let dir = self.presence.dir();
@@ -90,7 +90,7 @@ impl<D: Driver> Sharing<D> {
         for &id in allocations {
             let fd = match *purpose {
                 FetchPurpose::Redeem { serial } => {
-                    // Asked before: redeeming may be the last use of the allocation in this process.
+                    // Read before: redeeming may be the last use of the allocation in this process.
                     let tag = pool.holdings().tag_of(id);
                     let fd = pool.redeem(id, serial, (*importer).into());
                     fd.inspect(|_| handed.tags.push(tag))
@@ -105,7 +105,7 @@ impl<D: Driver> Sharing<D> {
         Ok(handed)
     }
 
-    /// To a process of another tenant, under leases.
+    /// Gives memory to a process of another tenant, under leases.
     fn lend(
         &self,
         fetch: &FetchFds,
@@ -126,7 +126,7 @@ impl<D: Driver> Sharing<D> {
                 FetchPurpose::Redeem { serial } => serial,
                 FetchPurpose::Again => 0,
             };
-            // Asked before: redeeming may be the last use of the allocation in this process.
+            // Read before: redeeming may be the last use of the allocation in this process.
             let device = pool.holdings().device_of(id);
             let device = device.map(|device| pool.devices().uuid(device)).unwrap_or_default();
             let (lease, watch) = ticket::lease().map_err(|error| {
@@ -151,7 +151,7 @@ impl<D: Driver> Sharing<D> {
         Ok(handed)
     }
 
-    /// The tenant of an importer, if it may be lent to.
+    /// The tenant of an importer, if this process may lend to it.
     fn admitted(&self, borrower: &Borrower) -> Result<TenantName, Failure> {
         let no_name = |what: &str| {
             // A request for memory lacks the name of a tenant or family. No memory was given. This is a fault of
@@ -167,7 +167,7 @@ impl<D: Driver> Sharing<D> {
         Ok(tenant)
     }
 
-    /// Only a process that is active lends: a pause has asked the others what is lent.
+    /// Refuses to lend unless the process is active: a pause has already counted the loans.
     fn may_lend(&self) -> Result<(), Failure> {
         match self.lifecycle.state() {
             MemberState::Active => Ok(()),
@@ -203,8 +203,8 @@ impl<D: Driver> Sharing<D> {
         lock(&self.borrowers).insert(importer, known);
     }
 
-    /// Returns the memory of `scope` that other tenants have open, and the memory of theirs that is away here. It also
-    /// returns what this process has open of another one of its own tenant. Waits for nothing.
+    /// Returns the memory of `scope` that other tenants have open, and the released memory here that is borrowed from them.
+    /// Also returns the memory of another process of its own tenant that this process has open. Never blocks.
     pub(crate) fn lending(&self, scope: &Scope) -> Lending {
         let mut lent = self.lent(&scope.paused(self.presence.id()));
         lent.extend(self.opened(scope));
@@ -220,8 +220,8 @@ impl<D: Driver> Sharing<D> {
         Lending { lent, wanted, partners }
     }
 
-    /// Returns what this process has open of memory that another one of its tenant is about to pause by tag. Memory
-    /// that this process has agreed to run without does not count.
+    /// Returns the memory that this process has open and that another process of its tenant is about to pause by tag. Memory
+    /// without which this process has agreed to run does not count.
     fn opened(&self, scope: &Scope) -> Option<Lent> {
         let Scope::Tags { tags, owner: Some(owner) } = scope else { return None };
         let tags = tags.to_pause();
@@ -256,7 +256,7 @@ impl<D: Driver> Sharing<D> {
 }
 
 impl HandedOut {
-    /// `id` was not handed out for `error`.
+    /// Notes that `id` was not handed out because of `error`, if it is missing; other errors fail.
     fn note_missing(&mut self, id: AllocationId, error: &PoolError) -> Result<(), Failure> {
         if !matches!(error, PoolError::StaleHandle { .. }) {
             return Err(pool_failure(error));

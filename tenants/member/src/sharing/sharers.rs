@@ -1,5 +1,5 @@
-//! Processes that this one shares memory with: who owns what it has imported, who holds what it owns, and whether those
-//! still live. That a name is gone from the run directory does not say that its process is.
+//! Processes with which this one shares memory: the owners of its imports, the holders of its own memory, and whether they
+//! still live. A name that is missing from the run directory does not prove that its process has ended.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -16,23 +16,24 @@ use sublet_protocol::identity::{MemberId, TenantName};
 use sublet_protocol::references::Partner;
 use sublet_protocol::transport::{Connection, TransportError, Watched, command_of, has_ended};
 
-/// A process that memory was imported from, or given to.
+/// A process from which memory was imported, or to which memory was given.
 #[derive(Debug)]
 pub(super) struct Sharer {
-    /// As the kernel knows it, where it has an id in our namespace.
+    /// The id that the kernel gives, if the process has one in our namespace.
     pid: Option<u32>,
     /// Start of its command line.
     command: String,
-    /// Its tenant, where that is another.
+    /// Its tenant, if that is another one.
     tenant: Option<TenantName>,
-    /// None where its end cannot be known.
+    /// The handle that reports its end; none if the end cannot be known.
     process: Option<Watched>,
 }
 
 impl Sharer {
     fn at(connection: &Connection, tenant: Option<TenantName>) -> Self {
         let pid = connection.peer().pid();
-        // The end of a process is not that of a member that it has left behind: this one is another member of this very process.
+        // The end of a process does not tell the end of a member that it left behind: this peer is another member of this same
+        // process.
         let is_own = pid == Some(std::process::id());
         let process = if is_own { None } else { connection.process().into_watched() };
         Self { pid, command: pid.map(command_of).unwrap_or_default(), tenant, process }
@@ -49,16 +50,16 @@ impl fmt::Display for Sharer {
     }
 }
 
-/// The owners of imported memory, also after their end, and the holders of own memory. Its locks are leaves: a connection
-/// is taken out for use and put back.
+/// The owners of imported memory, also after their end, and the holders of own memory. Its locks are leaves: a connection is
+/// taken out for use and returned.
 #[derive(Debug)]
 pub(crate) struct Sharers<D: Driver> {
     pool: Arc<Pool<D>>,
     pub(super) presence: Arc<Presence>,
     known: Mutex<HashMap<MemberId, Sharer>>,
-    /// The tenants of those owners that are of another one.
+    /// The tenants of owners that are in another tenant.
     pub(super) lenders: Mutex<HashMap<MemberId, TenantName>>,
-    /// Connections to owners that are not in use.
+    /// Unused connections to owners.
     pub(super) idle: Mutex<HashMap<MemberId, Connection>>,
 }
 
@@ -68,21 +69,20 @@ impl<D: Driver> Sharers<D> {
         Self { pool, presence, known, lenders, idle }
     }
 
-    /// Connects to `owner`. The kernel says which process that is, and which command; this is remembered beyond its
-    /// end.
+    /// Connects to `owner`. The kernel tells which process and which command that is. Both are remembered beyond its end.
     pub(super) fn connect(
         &self,
         owner: MemberId,
         deadline: Instant,
     ) -> Result<Connection, TransportError> {
         let connection = Connection::connect(&self.place_of(owner), deadline)?;
-        // What it answers becomes memory that this process writes to.
+        // The answer of this peer becomes memory that this process writes to.
         connection.check_neighbour()?;
         self.note(owner, &connection);
         Ok(connection)
     }
 
-    /// Memory is about to be shared with `other`, which `connection` leads to.
+    /// Records `other`, at the other end of `connection`, before memory is shared with it.
     pub(super) fn note(&self, other: MemberId, connection: &Connection) {
         let is_watched = |known: &Sharer| known.process.is_some();
         if lock(&self.known).get(&other).is_none_or(|known| !is_watched(known)) {
@@ -91,7 +91,8 @@ impl<D: Driver> Sharers<D> {
         }
     }
 
-    /// All of its tenant that this process shares memory with and does not know to have ended; `holders` hold what it owns.
+    /// All processes of the tenant with which this one shares memory, except for those that it knows to have ended. `holders`
+    /// hold memory that it owns.
     pub(crate) fn living(&self, holders: &BTreeSet<PeerId>) -> Vec<Partner> {
         let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let mut all: BTreeSet<_> = owners.filter(|owner| self.lender(*owner).is_none()).collect();
@@ -104,7 +105,7 @@ impl<D: Driver> Sharers<D> {
         living.map(partner).collect()
     }
 
-    /// `owner` in words, when this process has spoken to it before.
+    /// `owner` in words, if this process has connected to it before.
     pub(super) fn known_owner(&self, owner: MemberId) -> Option<String> {
         lock(&self.known).get(&owner).map(ToString::to_string)
     }
@@ -115,9 +116,9 @@ impl<D: Driver> Sharers<D> {
             .unwrap_or_else(|| format!("the process at {}", self.place_of(owner).display()))
     }
 
-    /// Has `other` ended? The process itself tells, or its name that leads to nobody. Where it cannot be watched, its name has to do: that
-    /// is gone counts only where names stay, and not when the tenant's directory was removed, and others may not have taken
-    /// their names again yet.
+    /// Has `other` ended? The process itself tells, or its name leads to no listener. If the process cannot be watched, only
+    /// its name tells. A missing name counts only if names stay. It does not count after the tenant's directory was removed,
+    /// when others may not have made their names again yet.
     pub(super) fn has_ended(&self, other: MemberId) -> bool {
         let path = self.place_of(other);
         let told = lock(&self.known)
@@ -128,15 +129,15 @@ impl<D: Driver> Sharers<D> {
         told == Some(true) || has_ended(&path) || is_gone()
     }
 
-    /// The owners of imports that have ended.
+    /// The ended owners of imports.
     fn dead_owners(&self) -> Vec<(MemberId, String)> {
         let owners = self.pool.holdings().import_owners().into_iter().map(MemberId::from);
         let dead = owners.filter(|owner| self.has_ended(*owner));
         dead.map(|owner| (owner, self.owner_in_words(owner))).collect()
     }
 
-    /// Lets go of what is kept for processes that have ended: connections to them, and the names of those
-    /// that nothing is imported from any more.
+    /// Drops everything that is kept for ended processes: connections to them, and the names of those from which no memory is
+    /// imported any more.
     pub(crate) fn forget_ended(&self) {
         let mut kept: BTreeSet<MemberId> = lock(&self.idle).keys().copied().collect();
         kept.extend(lock(&self.known).keys().copied());
@@ -150,7 +151,7 @@ impl<D: Driver> Sharers<D> {
         }
     }
 
-    /// One sentence for each dead owner whose memory this process had imported and has given up.
+    /// One sentence for each dead owner whose memory this process had imported and has released.
     pub(crate) fn lost_imports(&self) -> Vec<String> {
         let sentence = |(owner, words): (MemberId, String)| {
             let LostImports { count, bytes } = self.pool.holdings().imports_away(owner.into());
@@ -164,7 +165,7 @@ impl<D: Driver> Sharers<D> {
         self.dead_owners().into_iter().filter_map(sentence).collect()
     }
 
-    /// Gives up on what dead owners had; says so in the notes and in one sentence each.
+    /// Gives up imports from dead owners, and reports each owner in the notes and in one sentence.
     pub(crate) fn leave_lost_out(&self, notes: &Notes) -> Vec<String> {
         let each = self.dead_owners().into_iter().filter_map(|(owner, words)| {
             let lost = self.pool.holdings().give_up_imports(owner.into());
@@ -173,7 +174,7 @@ impl<D: Driver> Sharers<D> {
         each.collect()
     }
 
-    /// Gives up on what a living owner does not have any more; says so in the notes and in one sentence.
+    /// Gives up imports that a living owner does not have any more, and reports them in the notes and in one sentence.
     pub(crate) fn leave_missing_out(&self, missing: &Missing, notes: &Notes) -> String {
         let lost = self.pool.holdings().give_up_missing(&missing.ids);
         let owner = format!("{}, which does not have them any more", missing.owner);
@@ -232,7 +233,7 @@ mod tests {
         }
     }
 
-    /// New memory of `owner`, as `importer` holds it.
+    /// Makes new memory of `owner`, and returns it as `importer` holds it.
     fn share(owner: &Process, importer: &Process, contents: Contents) -> VirtualHandle {
         let class = Class { library: "test", tag: String::new(), contents };
         let prop = AllocationProp::pinned_on(DeviceOrdinal(0));
@@ -277,7 +278,7 @@ mod tests {
         share(&owner, &importer, Contents::Keep);
         std::fs::remove_dir_all(tenant.run_dir.path()).unwrap();
         assert_eq!(importer.sharing.sharers().dead_owners(), []);
-        // The importer has its name again, and the owner has not.
+        // The importer has its name again, and the owner does not.
         let _again = importer.presence().listen_again().unwrap();
         assert_eq!(importer.sharing.sharers().dead_owners(), []);
         importer.leave();

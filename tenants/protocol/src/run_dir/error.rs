@@ -8,7 +8,7 @@ use crate::code::Code;
 use crate::identity::TenantName;
 use crate::transport::TransportError;
 
-/// A look at a directory on the way to the run directory.
+/// The operation of looking at a directory on the way to the run directory.
 pub(super) const INSPECTION: &str = "inspection";
 
 /// An error of a run directory.
@@ -47,7 +47,7 @@ pub enum RunDirError {
     )]
     Locked {
         tenant: TenantName,
-        /// The processes that hold the lock, as far as the kernel says; several, where each acts for itself alone.
+        /// The processes that hold the lock, as far as the kernel tells; several, if each acts for itself alone.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -70,7 +70,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     Switching {
-        /// The processes that hold the lock, as far as the kernel says.
+        /// The processes that hold the lock, as far as the kernel tells.
         holder_pids: Vec<u32>,
         waited_ms: u64,
     },
@@ -82,7 +82,7 @@ pub enum RunDirError {
         locks::in_words(holder_pids)
     )]
     OtherTurns {
-        /// The processes of the other version, as far as the kernel says.
+        /// The processes of the other version, as far as the kernel tells.
         holder_pids: Vec<u32>,
         /// Its version; 0 for Sublets that wrote none.
         found: u32,
@@ -107,13 +107,13 @@ pub(super) fn no_file() -> io::Error {
     io::Error::from_raw_os_error(libc::ENODEV)
 }
 
-/// Is something else there than a regular file?
+/// Does the error say that the path names something other than a regular file?
 pub fn is_no_file(error: &io::Error) -> bool {
     let codes = [libc::ENODEV, libc::ENXIO, libc::EISDIR, libc::ELOOP];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Returns what helps where the file system is full, or a directory is not there.
+/// Returns the remedy for a full file system or a missing directory.
 fn next_step(operation: &str, error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOENT) if operation == INSPECTION => {

@@ -15,18 +15,18 @@ use super::locks::is_set;
 use super::{RunDirError, pause_thread};
 use crate::time::millis;
 
-/// The name of the file in which the processes of a tenant count what they hold together.
+/// The name of the file in which the processes of a tenant count the memory that they hold together.
 pub const COUNTS_NAME: &str = "budget";
-/// The byte of that file which is locked, for moments, by who changes more in it than figures.
+/// The byte of that file that a process locks for moments while it changes more than figures.
 pub const CHANGING: (i64, i64) = (0, 1);
-/// The bytes of it of which each that has a part in the file has one locked.
+/// The bytes of that file of which each participant has one locked.
 const PARTS: (i64, i64) = (1, 0);
 
 const LOCK_BACK_OFF_MIN: Duration = Duration::from_millis(1);
 pub(super) const LOCK_BACK_OFF_MAX: Duration = Duration::from_millis(50);
 
-/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. The holder then, and how many
-/// milliseconds it was waited for, is for `locked` to say.
+/// Opens the file at `path` and locks it by `try_lock`, again and again until `deadline`. After the deadline, `locked` makes
+/// the error from the holder and the milliseconds of waiting.
 ///
 /// # Errors
 /// The error that `locked` makes; [`RunDirError::Io`].
@@ -43,8 +43,8 @@ pub fn wait_for_lock(
         let file = open()?;
         match try_lock(&file) {
             Ok(()) if is_still_named(&file, path) => return Ok(FileLock::new(file)),
-            // Held by another, or by us on a file that its last holder removed with the directory, where nobody would
-            // see it.
+            // Another process holds the lock. Or we hold it on a file that the last holder removed with the directory, where no
+            // process would see the lock.
             Ok(()) | Err(fs::TryLockError::WouldBlock) => {}
             Err(fs::TryLockError::Error(error)) => return Err(io_error("locking", path)(error)),
         }
@@ -78,13 +78,13 @@ pub fn entry_names(path: &Path) -> Result<Vec<String>, RunDirError> {
     Ok(names)
 }
 
-/// Removes the file at `path`. One that is not there is removed already.
+/// Removes the file at `path`. A missing file is no error.
 ///
 /// # Errors
 /// [`RunDirError::Io`].
 pub fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
     match fs::remove_file(path) {
-        // What cannot be removed because nothing can be written there is no harm to those that live.
+        // A file that cannot be removed because the file system is read-only does no harm to live processes.
         Err(error)
             if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ReadOnlyFilesystem) =>
         {
@@ -94,11 +94,11 @@ pub fn remove_file_if_there(path: &Path) -> Result<(), RunDirError> {
     }
 }
 
-/// Opens a regular file of a directory that others write to. Anything else is refused: no link is followed, and nobody waits for
-/// the other end of a pipe.
+/// Opens a regular file of a directory that others write to. Anything else is refused: no link is followed, and the call does
+/// not wait for the other end of a pipe.
 ///
 /// # Errors
-/// The system's error; for what is no regular file, an error that says so.
+/// The system's error; or an error that says that the path names no regular file.
 pub fn open_regular(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(no_file()) }
@@ -112,8 +112,8 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
     open_regular(OpenOptions::new().read(true), path)
 }
 
-/// Opens a file that locks are taken on, and makes it where there is none. On a file system that takes no writing, to read: that
-/// is enough for locks.
+/// Opens a file for locks, and makes it if it is missing. On a read-only file system the file is opened to read, which is
+/// enough for locks.
 ///
 /// # Errors
 /// The system's error.
@@ -129,7 +129,7 @@ pub fn open_lock_file(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Has `file` still the name `path`? Cleaners of old files remove it, and the next one that comes makes another.
+/// Does `file` still have the name `path`? Cleaners of old files remove the name, and the next process makes another file.
 pub fn is_still_named(file: &File, path: &Path) -> bool {
     is_same(file, fs::symlink_metadata(path))
 }
@@ -141,7 +141,7 @@ pub fn is_same(file: &File, found: io::Result<fs::Metadata>) -> bool {
     found.is_some() && file.metadata().map(identity).ok() == found
 }
 
-/// Opens a regular file to read and write it, as [`open_regular`]. None where there is none.
+/// Opens a regular file to read and write it, as [`open_regular`]. None if the file is missing.
 ///
 /// # Errors
 /// [`RunDirError::Io`].
@@ -152,7 +152,7 @@ pub fn open_if_there(path: &Path) -> Result<Option<File>, RunDirError> {
     }
 }
 
-/// Has anybody a part in `file`, which is one of counts?
+/// Does any process participate in `file`, a file of counts?
 ///
 /// # Errors
 /// The system's error.
@@ -160,7 +160,7 @@ pub fn is_in_use(file: &File) -> nix::Result<bool> {
     is_set(file, PARTS)
 }
 
-/// Removes the file of counts in `dir`, unless somebody has a part in it.
+/// Removes the file of counts in `dir`, unless a process participates in it.
 pub(super) fn remove_counts(dir: &Path) -> Result<(), RunDirError> {
     let path = dir.join(COUNTS_NAME);
     let Some(file) = open_if_there(&path)? else { return Ok(()) };

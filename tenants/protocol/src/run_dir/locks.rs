@@ -1,5 +1,5 @@
-//! Locks that this process holds. A forked child closes them: a child that keeps one keeps it locked when this process has
-//! been killed.
+//! Locks that this process holds. A forked child closes their files. Otherwise the child would keep them locked after this
+//! process was killed.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -14,31 +14,32 @@ use vmm_pool::Uninherited;
 
 use super::pause_thread;
 
-/// For a lock that is held for moments.
+/// The time limit for a lock that is held for moments.
 const STRETCH_TIMEOUT: Duration = Duration::from_secs(5);
 const STRETCH_BACK_OFF: Duration = Duration::from_millis(1);
 
-/// A lock on a file, held until dropped. A process that dies gives it up. In a forked child it is nothing, and its end does nothing.
+/// A lock on a file, held until dropped. A process that dies gives it up. In a forked child it holds nothing, and dropping it
+/// does nothing.
 #[derive(Debug)]
 pub struct FileLock {
-    /// Away once it has been dropped.
+    /// None after the drop.
     held: Option<Uninherited<File>>,
     /// The process that took it.
     pid: u32,
 }
 
 impl FileLock {
-    /// The lock that this process has just taken on `file`.
+    /// Wraps the lock that this process has just taken on `file`.
     pub fn new(file: File) -> Self {
         Self { held: Some(file.into()), pid: process::id() }
     }
 
-    /// Its file; none in a forked child.
+    /// The lock's file; none in a forked child.
     pub fn file(&self) -> Option<&File> {
         self.held.as_deref().filter(|_| self.is_own())
     }
 
-    /// Did this process take it, and no parent of it?
+    /// Did this process take the lock, rather than a parent of it?
     pub fn is_own(&self) -> bool {
         self.pid == process::id()
     }
@@ -49,33 +50,33 @@ impl Drop for FileLock {
         let is_own = self.is_own();
         let Some(file) = self.held.take() else { return };
         if !is_own {
-            // The child's copy was closed at the fork, and its number may be that of another of these by now.
+            // The child's copy was closed at the fork. By now its number may belong to another of these files.
             let _closed = std::mem::ManuallyDrop::new(file);
             return;
         }
-        // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends it for both.
+        // A child forked meanwhile shares the lock until it closes or unlocks; unlocking ends the lock for both.
         if let Err(error) = file.unlock() {
             tracing::warn!(%error, "a lock of the run directory was not given up");
         }
     }
 }
 
-/// The wish to have the lock on a file alone, which others see who would share it; until dropped. It is a lock of another
-/// kind on the same file. A process that dies gives it up.
+/// The wish to have the lock on a file alone. Processes that would share the lock see the wish until it is dropped. It is a
+/// lock of another kind on the same file. A process that dies gives it up.
 #[derive(Debug)]
 pub struct Wish {
     file: Uninherited<File>,
 }
 
 impl Wish {
-    /// On `file`, whose open file description nobody else has. None where the file system knows no such locks: then who
-    /// wants it alone has to be lucky.
+    /// Makes a wish on `file`, whose open file description no other process has. None if the file system does not support such
+    /// locks. Then a process that wants the lock alone may wait for long.
     pub(super) fn new(file: File) -> Option<Self> {
         set(&file, ALL, libc::F_RDLCK).ok()?;
         Some(Self { file: file.into() })
     }
 
-    /// Has anybody this wish? Takes no lock.
+    /// Has any process this wish? Takes no lock.
     pub(super) fn is_on(file: &File) -> bool {
         is_set(file, ALL).unwrap_or(false)
     }
@@ -83,14 +84,14 @@ impl Wish {
 
 impl Drop for Wish {
     fn drop(&mut self) {
-        // As for the lock: a child forked meanwhile has the same opening.
+        // As for the lock: a child forked meanwhile shares the open file description.
         if let Err(error) = set(&self.file, ALL, libc::F_UNLCK) {
             tracing::warn!(%error, "the wish for a lock of the run directory was not given up");
         }
     }
 }
 
-/// A stretch of a file: where it begins, and how long it is; 0 is to the end.
+/// A stretch of a file: its begin and its length; length 0 means to the end.
 type Stretch = (i64, i64);
 const ALL: Stretch = (0, 0);
 
@@ -105,7 +106,7 @@ fn flock((l_start, l_len): Stretch, kind: i32) -> libc::flock {
 pub struct StretchLock<'a>(&'a File, Stretch);
 
 impl<'a> StretchLock<'a> {
-    /// Waits for the lock for seconds at most.
+    /// Waits for the lock, for five seconds at most.
     ///
     /// # Errors
     /// The system's error; `TimedOut`.
@@ -132,7 +133,7 @@ impl Drop for StretchLock<'_> {
     }
 }
 
-/// Locks a stretch of `file`, or unlocks it. The lock is this opening's, not this process's.
+/// Locks a stretch of `file`, or unlocks it. The lock belongs to this open file description, not to this process.
 ///
 /// # Errors
 /// The system's error.
@@ -147,8 +148,8 @@ pub(super) fn is_set(file: &File, stretch: Stretch) -> nix::Result<bool> {
     Ok(i32::from(asked.l_type) != libc::F_UNLCK)
 }
 
-/// Ids of the processes that hold a lock on `file`, in our pid namespace. None where the kernel lists none: it is
-/// not allowed to say, or the holders live in another namespace, or have ended and left the lock to a child.
+/// Ids of the processes that hold a lock on `file`, in our pid namespace. The list is empty if the kernel lists none. Then the
+/// kernel may not say, or the holders live in another namespace, or they have ended and left the lock to a child.
 pub fn holders(file: &File) -> Vec<u32> {
     let Ok(found) = file.metadata() else {
         return Vec::new();
@@ -162,8 +163,8 @@ pub fn holders(file: &File) -> Vec<u32> {
     pids
 }
 
-/// The process that a line of `/proc/locks` says holds a whole-file lock on the file `name`. Lines of processes that
-/// wait have an arrow in the second place.
+/// Returns the process that holds a whole-file lock on the file `name`, from a line of `/proc/locks`. Lines of waiting
+/// processes have an arrow in the second place.
 fn holder_in(line: &str, name: &str) -> Option<u32> {
     let words: Vec<&str> = line.split_whitespace().collect();
     match words[..] {
@@ -174,7 +175,7 @@ fn holder_in(line: &str, name: &str) -> Option<u32> {
     }
 }
 
-/// The holders for people.
+/// The holders, as text for people.
 pub(super) fn in_words(pids: &[u32]) -> String {
     let numbers: Vec<String> = pids.iter().map(ToString::to_string).collect();
     match numbers.as_slice() {

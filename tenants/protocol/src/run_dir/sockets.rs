@@ -1,4 +1,4 @@
-//! Sockets of a tenant's processes: those of killed ones stay until somebody removes them.
+//! Sockets of a tenant's processes. Sockets of killed processes stay until another process removes them.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -13,24 +13,26 @@ use super::{MEMBERS_MAX, MemberSocket, RunDirError, SOCKET_EXTENSION, TenantDir,
 use crate::identity::MemberId;
 use crate::transport::{BINDING_EXTENSION, has_ended};
 
-/// So many sockets of others a process looks at when it joins, and removes those of the dead.
+/// The number of other processes' sockets that a joining process looks at. It removes the sockets of dead ones.
 const SWEPT_AT_JOIN: usize = 16;
 
 /// The interval at which a process looks whether its socket still has its name.
 pub const NAME_LOOK_EVERY: Duration = Duration::from_secs(3);
 
-/// The file whose time says when a process last made its socket again because the directory was removed.
+/// The file whose time says when a process last made its socket again after the directory was removed.
 const NAMES_AGAIN_NAME: &str = "names-again";
-/// So long after that all processes that live have done so.
+/// The time after which all live processes have made their sockets again.
 pub const NAMES_AGAIN_WITHIN: Duration = NAME_LOOK_EVERY.saturating_add(Duration::from_secs(1));
 
 impl TenantDir {
-    /// The sockets of all processes, live or dead, by member id. None when the directory is gone. Does not block.
+    /// The sockets of all processes, live or dead, by member id. An empty list when the directory is gone. Does not block.
     ///
-    /// Killed processes leave their sockets. Where there are more than [`MEMBERS_MAX`], those of the dead are removed first.
+    /// Killed processes leave their sockets. If there are more than [`MEMBERS_MAX`] sockets, those of dead processes are
+    /// removed first.
     ///
     /// # Errors
-    /// [`RunDirError::Io`] when the directory cannot be read or changed; [`RunDirError::TooManyMembers`], of live ones.
+    /// [`RunDirError::Io`] when the directory cannot be read or changed; [`RunDirError::TooManyMembers`], if more processes
+    /// live.
     pub fn members(&self) -> Result<Vec<MemberSocket>, RunDirError> {
         let mut members = self.sockets()?;
         if members.len() > MEMBERS_MAX {
@@ -48,12 +50,12 @@ impl TenantDir {
         Ok(members)
     }
 
-    /// Removes sockets of dead processes among the next few behind member `id`: where many die one after the other and nobody
-    /// looks, those that join keep their number small. Does not block.
+    /// Removes sockets of dead processes among the few ids that follow `id`. If many processes die one after the other and no
+    /// command looks, joining processes keep the number of sockets small. Does not block.
     pub(super) fn sweep_behind(&self, id: MemberId) {
         let Ok(mut sockets) = self.sockets() else { return };
         sockets.retain(|socket| socket.id != id);
-        // Identities are random, so each that joins looks at others.
+        // Identities are random, so each joining process looks at other sockets.
         let next = sockets.partition_point(|socket| socket.id < id);
         sockets.rotate_left(next);
         for socket in sockets.iter().take(SWEPT_AT_JOIN) {
@@ -63,7 +65,7 @@ impl TenantDir {
         }
     }
 
-    /// Says to commands that the directory was removed, and that other processes may have no socket in it yet.
+    /// Tells commands that the directory was removed, and that other processes may have no socket in it yet.
     ///
     /// # Errors
     /// [`RunDirError`].
@@ -79,8 +81,8 @@ impl TenantDir {
         remove_file_if_there(&self.path.join(NAMES_AGAIN_NAME))
     }
 
-    /// Waits until all processes have sockets again, if the directory or some sockets were removed a moment ago: a command that acts on
-    /// some of them alone would leave a tenant in two states. Blocks for eight seconds at most, and no longer than until it
+    /// Waits until all processes have sockets again, if the directory or some sockets were removed a moment ago. A command that
+    /// acts on some processes alone would leave a tenant in two states. Blocks for eight seconds at most, or until it
     /// `is_called_off`.
     pub fn until_names_are_back(&self, is_called_off: impl Fn() -> bool) {
         let deadline = Instant::now() + 2 * NAMES_AGAIN_WITHIN;
@@ -98,13 +100,13 @@ impl TenantDir {
         }
     }
 
-    /// Does a process listen whose socket was removed from here a moment ago? The kernel lists all that listen in this network
-    /// namespace, by the path that they were bound to; it is asked only if the directory has just changed.
+    /// Does a process listen whose socket was removed from here a moment ago? The kernel lists all listening sockets in this
+    /// network namespace, by the path of their bind. This reads the list only if the directory has just changed.
     fn somebody_lost_its_name(&self) -> bool {
         let Ok(changed) = fs::metadata(&self.path).and_then(|found| found.modified()) else {
             return false;
         };
-        // A clock that was put back says nothing.
+        // A clock that was set back gives no answer.
         if changed.elapsed().is_ok_and(|since| since > NAMES_AGAIN_WITHIN) {
             return false;
         }
@@ -117,7 +119,7 @@ impl TenantDir {
             .any(|path| path.with_extension(SOCKET_EXTENSION).symlink_metadata().is_err())
     }
 
-    /// As [`TenantDir::members`], however many.
+    /// As [`TenantDir::members`], for any number of sockets.
     pub(super) fn sockets(&self) -> Result<Vec<MemberSocket>, RunDirError> {
         let entries = match fs::read_dir(&self.path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -130,7 +132,7 @@ impl TenantDir {
             let Some(id) = name.to_str().and_then(parse_member_name) else {
                 continue;
             };
-            // A link by that name is nothing that we have made, and could lead to another tenant.
+            // A link of that name is not ours, and could lead to another tenant.
             if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
                 members.push(MemberSocket { id, path: self.path.join(name) });
             }
@@ -148,7 +150,7 @@ impl TenantDir {
         Ok(removed)
     }
 
-    /// Removes `member`'s socket when its process has ended. Says whether it did.
+    /// Removes `member`'s socket when its process has ended. Returns whether it did.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when it cannot be removed.
@@ -160,7 +162,7 @@ impl TenantDir {
         Ok(dead)
     }
 
-    /// Removes `member`'s socket; the caller knows that its process is dead. One that is gone is fine.
+    /// Removes `member`'s socket; the caller knows that its process is dead. A missing socket is no error.
     ///
     /// # Errors
     /// [`RunDirError::Io`] when it cannot be removed.
@@ -170,8 +172,8 @@ impl TenantDir {
     }
 }
 
-/// The path that a listening socket was bound to, of a line of `/proc/net/unix`: number, references, protocol, flags, type, state,
-/// inode, path.
+/// The path that a listening socket was bound to, from a line of `/proc/net/unix`. The line's fields: number, references,
+/// protocol, flags, type, state, inode, path.
 fn listens_at(line: &[u8]) -> Option<&Path> {
     const ACCEPTS: &[u8] = b"00010000";
     let mut fields = line.split(u8::is_ascii_whitespace).filter(|field| !field.is_empty());

@@ -1,4 +1,4 @@
-//! Directories, sockets and locks of tenants, by a directory of the test's own.
+//! Tests of directories, sockets and locks of tenants, in a directory of the test.
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixListener;
@@ -21,7 +21,7 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(5)
 }
 
-/// A socket whose process is dead.
+/// Makes a socket whose process is dead.
 pub(super) fn leave_dead_socket(dir: &TenantDir, id: MemberId) -> PathBuf {
     let path = dir.socket_path(id).unwrap();
     drop(UnixListener::bind(&path).unwrap());
@@ -117,7 +117,7 @@ fn only_tenants_with_a_process_that_listens_live() {
 fn who_tidies_an_empty_directory_up_holds_its_lock() {
     let base = tempfile::tempdir().unwrap();
     let dir = run_dir(&base).tenant(&name("train")).unwrap();
-    // Without a lock file nobody has coordinated there, and somebody may just begin to.
+    // Without a lock file no process has coordinated there, and one may just begin to.
     assert!(!dir.path().join(LOCK_NAME).exists());
     let late = open_lock_file(&dir.path().join(LOCK_NAME)).unwrap();
     late.try_lock().unwrap();
@@ -137,7 +137,7 @@ fn an_empty_directory_stays_while_somebody_coordinates_in_it() {
     assert!(dir.path().exists());
     dir.remove_stale_holding(&lock).unwrap();
     assert!(!dir.path().exists());
-    // The lock file went with the directory; the next coordinator makes a new one.
+    // The lock file was removed with the directory; the next coordinator makes a new one.
     drop(dir.lock(soon()).unwrap());
 }
 
@@ -158,7 +158,7 @@ thread_local! {
 
 #[test]
 fn a_lock_on_a_file_that_its_last_holder_has_removed_is_none() {
-    // As when the last holder removes the directory between the opening of the file and its locking.
+    // Acts like a last holder that removes the directory between the opening of the file and its locking.
     fn lock_late(file: &File) -> Result<(), fs::TryLockError> {
         if let Some(path) = REMOVED_FIRST.take() {
             fs::remove_file(path).unwrap();
@@ -197,7 +197,7 @@ fn a_lock_is_young_when_it_is_taken_and_knows_when_its_file_is_removed() {
 fn those_that_share_the_lock_are_named_and_nobody_who_held_it_before() {
     let base = tempfile::tempdir().unwrap();
     let dir = run_dir(&base).tenant(&name("train")).unwrap();
-    // What versions wrote that took this file for a place to sign.
+    // Some versions wrote a process id into this file.
     fs::write(dir.path().join(LOCK_NAME), "4123456789\n").unwrap();
     let _one = dir.lock_shared(soon(), soon()).unwrap();
     let _other = dir.lock_shared(soon(), soon()).unwrap();
@@ -227,7 +227,7 @@ fn who_wants_the_lock_alone_has_it_before_those_that_come_later_to_share_it() {
         assert!(!locks::Wish::is_on(&file));
         drop(alone);
     });
-    // One that has given up is waited for no more.
+    // A caller that has given up does not block others any more.
     let shared = dir.lock_shared(soon(), soon()).unwrap();
     dir.lock(Instant::now()).unwrap_err();
     drop((dir.lock_shared(soon(), Instant::now()).unwrap(), shared));

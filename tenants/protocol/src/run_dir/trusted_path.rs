@@ -1,11 +1,11 @@
-//! Directories that nobody but us can enter, replace or lead elsewhere.
+//! Directories that no other user can enter, replace or redirect.
 //!
-//! A path is walked one component at a time, each opened without following links, from the root down:
+//! A path is walked from the root down. Each component is opened without following links:
 //!
-//! * every directory above ours belongs to root or to us, and is writable for nobody else, unless it is
-//!   sticky, as `/tmp` is; so nobody else can rename what lies in it;
-//! * a link on the way is followed only when root or we made it, and what it leads to is walked the same;
-//! * our own directory is no link, belongs to us, is closed to group and others, and lies on this machine.
+//! * every directory above ours belongs to root or to us, and nobody else can write to it, unless it is
+//!   sticky, as `/tmp` is; so nobody else can rename anything in it;
+//! * a link on the way is followed only if root or we made it, and its target is walked in the same way;
+//! * our own directory is no link, belongs to us, is closed to group and others, and is on a file system of this machine.
 //!
 //! After that, nobody but root and ourselves can change what the path means, and it may be used as a path:
 //! Unix sockets are bound and connected by name only.
@@ -70,7 +70,7 @@ pub fn check_above_all(path: &Path) -> Result<(), RunDirError> {
     walk_above(path).map(drop)
 }
 
-/// Opens the directory above `path`, checked from the root down, and says what `path` is called in it.
+/// Opens the directory above `path`, checked from the root down, and returns it with the name of `path` in it.
 fn walk_above(path: &Path) -> Result<(OwnedFd, OsString), RunDirError> {
     let invalid = || io_error("use", path)(ErrorKind::InvalidInput.into());
     let whole = std::path::absolute(path).map_err(io_error("use", path))?;
@@ -136,7 +136,7 @@ fn refuse<T>(path: &Path, problem: String, next_step: String) -> Result<T, RunDi
     Err(RunDirError::NotOurs { path: path.to_owned(), problem, next_step })
 }
 
-/// A directory above ours: could somebody else replace what lies in it?
+/// Checks a directory above ours: no other user may be able to replace its entries.
 fn check_above(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
     if kind(status) != SFlag::S_IFDIR {
         return Err(io_error("use", path)(Errno::ENOTDIR.into()));
@@ -174,7 +174,7 @@ fn check_link(status: &FileStat, path: &Path) -> Result<(), RunDirError> {
     )
 }
 
-/// The directory itself.
+/// Checks our own directory itself.
 fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirError> {
     let found = open(above, name, path)?;
     let status = status(&found, path)?;
@@ -229,8 +229,8 @@ fn check_own(above: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), RunDirErr
     Ok(())
 }
 
-/// The name of a file system that several machines may see, by its number (`statfs(2)`). FUSE is taken for one of
-/// this machine's own, since virtual machines and containers have their disks by it.
+/// The name of a file system that several machines may see, by its number (`statfs(2)`). FUSE counts as local, since virtual
+/// machines and containers have their disks by it.
 fn network_name(number: i64) -> Option<&'static str> {
     // The kernel gives 32 bits; where they are signed, the upper ones follow the sign.
     match number & 0xffff_ffff {
@@ -249,13 +249,13 @@ fn network_name(number: i64) -> Option<&'static str> {
     }
 }
 
-/// Root, ourselves, and in a user namespace those outside it, whom we cannot tell apart: root's
-/// directories look like theirs from there.
+/// Is this user trusted? Root and our own user are. In a user namespace so are the users outside it, which cannot be told
+/// apart: there root's directories look like theirs.
 fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw() || unmapped_uid() == Some(uid)
 }
 
-/// The number that stands for users without a name in our user namespace; none where all have one.
+/// The number that stands for users without a name in our user namespace; none if all users have a name.
 fn unmapped_uid() -> Option<u32> {
     let read = |path| fs::read_to_string(path).ok();
     let overflow = read("/proc/sys/kernel/overflowuid")

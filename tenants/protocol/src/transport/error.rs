@@ -8,7 +8,7 @@ use super::frame::FrameError;
 use super::process::command_next_to_library;
 use crate::wire::PROTOCOL_VERSION;
 
-/// Why a message did not get through.
+/// The reason why a message did not get through.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -126,9 +126,9 @@ pub enum TransportError {
 /// The direction in which a message was to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From us to the peer.
+    /// From this process to the peer.
     Send,
-    /// From the peer to us.
+    /// From the peer to this process.
     Receive,
 }
 
@@ -142,7 +142,7 @@ impl Direction {
 }
 
 impl TransportError {
-    /// Returns the error for bytes from `peer` that are no frame that we take.
+    /// Returns the error for bytes from `peer` that are no acceptable frame.
     pub(super) fn of_frame(error: FrameError, peer: Peer) -> Self {
         match error {
             FrameError::NotSublet => Self::NotSublet { peer },
@@ -159,18 +159,18 @@ impl TransportError {
         }
     }
 
-    /// Has this process, or the machine, as many files open as it may?
+    /// Has this process, or the machine, as many files open as allowed?
     pub fn is_for_want_of_descriptors(&self) -> bool {
         matches!(self, Self::Accept { source } if is_for_want_of_descriptors(source))
     }
 
-    /// Is there nobody at the socket's name, so that it may be removed?
+    /// Does no process listen at the socket's name, so that the name may be removed?
     pub fn nobody_listens(&self) -> bool {
         matches!(self, Self::Connect { source, .. }
             if matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound))
     }
 
-    /// Has the peer hung up?
+    /// Has the peer closed the connection?
     pub fn peer_is_gone(&self) -> bool {
         matches!(self, Self::Closed { .. } | Self::ClosedMidFrame { .. }) || self.nobody_listens()
     }

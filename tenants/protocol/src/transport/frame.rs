@@ -1,5 +1,5 @@
-//! The form of a frame (header, then payload), which pure functions of bytes make and read; and its way through a socket, with descriptors.
-//! Nothing here waits.
+//! The form of a frame (header, then payload), and its way through a socket, with descriptors. Pure functions of bytes make and
+//! read frames. Nothing here waits.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -17,18 +17,18 @@ use vmm_pool::UninheritedFd;
 
 use crate::wire::{FDS_PER_MESSAGE_MAX, PROTOCOL_VERSION};
 
-/// Longest payload of any message, in bytes: what a process holds of some 900,000 shared allocations.
+/// Longest payload of any message, in bytes: enough for a process's report on some 900,000 shared allocations.
 pub const PAYLOAD_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Longest payload of a request, in bytes: 250 identities, the limits of thousands of lanes, or 14,000 allocations that stay.
 pub const REQUEST_BYTES_MAX: usize = 256 * 1024;
 /// Length of a header, in bytes.
 pub const HEADER_BYTES: usize = 12;
-/// Length in bytes of its first part, which has the mark of Sublet and the version.
+/// Length in bytes of the header's first part, which has the mark of Sublet and the version.
 pub const HEAD_BYTES: usize = 6;
 
 pub(super) const MAGIC: [u8; 4] = *b"SBLT";
 
-/// The most that one side takes from the other.
+/// The most that one side accepts from the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of a payload.
@@ -38,16 +38,16 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Of one who is asked: requests are short and bring no descriptors.
+    /// The limits of the side that is asked: requests are short and bring no descriptors.
     pub const REQUESTS: Self = Self { payload_bytes_max: REQUEST_BYTES_MAX, fds_max: 0 };
-    /// Of one who asks; descriptors only if they are expected.
+    /// The limits of the side that asks; a caller that expects descriptors raises `fds_max`.
     pub const REPLIES: Self = Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: 0 };
-    /// The most that any message may have.
+    /// The limits of any message.
     pub const ALL: Self =
         Self { payload_bytes_max: PAYLOAD_BYTES_MAX, fds_max: FDS_PER_MESSAGE_MAX };
 }
 
-/// The header of a frame, which says what is to come.
+/// The header of a frame, which announces the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Descriptors with the frame.
@@ -56,7 +56,7 @@ pub struct Header {
     pub payload_bytes: usize,
 }
 
-/// Why bytes are no frame that we take.
+/// The reason why bytes are no acceptable frame.
 #[expect(missing_docs, reason = "messages name what the fields are")]
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -87,8 +87,8 @@ impl Header {
     /// Reads a header. Any bytes give a header within `limits`, or an error.
     ///
     /// # Errors
-    /// [`FrameError::NotSublet`], [`FrameError::Version`], [`FrameError::TooManyFds`],
-    /// [`FrameError::TooLong`], looked for in this order.
+    /// [`FrameError::NotSublet`], [`FrameError::Version`], [`FrameError::TooManyFds`], [`FrameError::TooLong`], checked in this
+    /// order.
     pub fn decode(bytes: [u8; HEADER_BYTES], limits: Limits) -> Result<Self, FrameError> {
         let [m0, m1, m2, m3, v0, v1, f0, f1, l0, l1, l2, l3] = bytes;
         if [m0, m1, m2, m3] != MAGIC {
@@ -122,7 +122,7 @@ impl Header {
     }
 }
 
-/// The message in `payload`, which are all of it. Any bytes give a message or an error.
+/// Decodes the message in `payload`, with no bytes left over. Any bytes give a message or an error.
 ///
 /// # Errors
 /// The error of the decoder; [`postcard::Error::DeserializeBadEncoding`] for bytes that are left over.
@@ -131,7 +131,7 @@ pub fn decode_payload<T: DeserializeOwned>(payload: &[u8]) -> Result<T, postcard
     if rest.is_empty() { Ok(message) } else { Err(postcard::Error::DeserializeBadEncoding) }
 }
 
-/// The message in `frame`, which are header and payload. Any bytes give a message or an error.
+/// Decodes the message in `frame`, which is a header and a payload. Any bytes give a message or an error.
 ///
 /// # Errors
 /// [`FrameError`].
@@ -146,7 +146,7 @@ pub fn decode<T: DeserializeOwned>(frame: &[u8], limits: Limits) -> Result<T, Fr
     decode_payload(payload).map_err(FrameError::Malformed)
 }
 
-/// `message` as a frame that announces `fds` descriptors. Checks no limits.
+/// Encodes `message` as a frame that announces `fds` descriptors. Checks no limits.
 ///
 /// # Errors
 /// The error of the encoder.
@@ -156,7 +156,7 @@ pub fn encode<T: Serialize + ?Sized>(message: &T, fds: usize) -> Result<Vec<u8>,
     Ok([header.encode().as_slice(), &payload].concat())
 }
 
-/// One frame, as far as it has not been sent. Its descriptors travel with its first byte.
+/// One frame that is not sent completely. Its descriptors travel with its first byte.
 #[derive(Debug)]
 pub(super) struct Queued {
     pub(super) bytes: Vec<u8>,
@@ -164,7 +164,7 @@ pub(super) struct Queued {
     pub(super) fds: Vec<UninheritedFd>,
 }
 
-/// Frames that wait, in order. Dropping it closes their descriptors.
+/// A queue of frames to send, in order. Dropping it closes their descriptors.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     frames: VecDeque<Queued>,
@@ -179,7 +179,7 @@ impl Outgoing {
         self.frames.front()
     }
 
-    /// The peer has taken so many bytes more of the first frame.
+    /// Records that the peer has received so many more bytes of the first frame.
     pub(super) fn advance(&mut self, bytes: usize) {
         let Some(frame) = self.frames.front_mut() else {
             return;
@@ -197,32 +197,32 @@ impl Outgoing {
     }
 }
 
-// Bytes with descriptors, sent and received without blocking. Each descriptor is owned from the moment it exists, also where the kernel
-// reports that not all of them fitted.
+// Sending and receiving bytes with descriptors, without blocking. Each descriptor is owned from the moment it exists, also if
+// the kernel reports that some did not fit.
 
 /// Descriptors that one message can carry (`SCM_MAX_FD`).
 const FDS_MAX: usize = 253;
-/// Room for them, and for another small control message.
+/// Room for the descriptors, and for another small control message.
 const CONTROL_BYTES: usize = rustix::cmsg_space!(ScmRights(FDS_MAX), ScmCredentials(1));
 
-/// The result of one receive call; the descriptors go to the caller's list.
+/// The result of one receive call; the descriptors are added to the caller's list.
 pub(super) struct Received {
-    /// Bytes of data; zero when the peer has closed.
+    /// Bytes of data; zero if the peer has closed the connection.
     pub(super) bytes: usize,
-    /// Were there descriptors that this process could not take?
+    /// Did the kernel drop descriptors that this process had no room for?
     pub(super) fds_truncated: bool,
 }
 
 /// The number of descriptors that the kernel may install.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FdRoom {
-    /// None: what comes is closed by the kernel, and reported as truncated.
+    /// None: the kernel closes descriptors that arrive, and reports them as truncated.
     None,
     /// As many as a message can carry.
     Full,
 }
 
-/// Receives at most `into.len()` bytes; descriptors with them join `fds`, close-on-exec.
+/// Receives at most `into.len()` bytes. Descriptors that come with them are added to `fds`, close-on-exec.
 pub(super) fn receive(
     socket: BorrowedFd<'_>,
     into: &mut [u8],
@@ -245,7 +245,7 @@ pub(super) fn receive(
     Ok(Received { bytes: received.bytes, fds_truncated })
 }
 
-/// Sends some of `bytes`, with `fds` at the first; says how many.
+/// Sends some of `bytes`, with `fds` at the first; returns how many.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
@@ -254,7 +254,7 @@ pub(super) fn send(
     let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        // As the kernel says of more than a message can carry.
+        // The kernel's answer to more descriptors than a message can carry.
         return Err(Errno::INVAL);
     }
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)

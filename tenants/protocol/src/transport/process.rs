@@ -1,8 +1,9 @@
-//! The process at the other end of a connection: who it is, the socket that it is reached at, and whether it has ended.
+//! The process at the other end of a connection: its identity, its socket, and whether it has ended.
 //!
-//! Sockets do not tell of its end: a child that it forked may hold them open, and then they take connections, and
-//! questions, that nobody will ever answer. Nor does its id, which stays taken until its parent has waited for
-//! it, and then may become another's. So the kernel gives a descriptor of the process itself.
+//! A socket does not tell that its process has ended. A forked child may hold the socket open, and then the kernel still
+//! accepts connections and requests that no process will answer. A process id does not tell either. It stays in use until the
+//! parent has waited for the process, and then may become another process's id. So the kernel gives a descriptor of the process
+//! itself.
 
 use std::fmt;
 use std::fs;
@@ -33,11 +34,11 @@ pub struct Peer {
 
 impl Peer {
     pub(super) fn at(credentials: UnixCredentials) -> Self {
-        // The kernel says 0 for a process outside our pid namespace.
+        // The kernel reports 0 for a process outside our pid namespace.
         Self { pid: u32::try_from(credentials.pid()).ok().filter(|pid| *pid != 0) }
     }
 
-    /// Its process id in this process's namespace, or none if it is in a namespace that is not visible here.
+    /// The peer's process id in this process's namespace, or none if the peer is in a namespace that is not visible here.
     pub fn pid(self) -> Option<u32> {
         self.pid
     }
@@ -65,11 +66,11 @@ impl Connection {
         }
     }
 
-    /// Is the other end's process of this pid namespace? Only then do both see each other: one of a namespace inside has
-    /// an id here, and sees nothing of it. Does not block.
+    /// Is the peer's process in this pid namespace? Only then do both processes see each other. A process of a nested namespace
+    /// has an id here, but sees no process of this namespace. Does not block.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn is_neighbour(&self) -> io::Result<bool> {
         let Some(pid) = self.peer.pid else { return Ok(false) };
         let process = self.process();
@@ -77,16 +78,16 @@ impl Connection {
             Some(process) => levels(&format!("/proc/self/fdinfo/{}", process.as_raw_fd()))?,
             None => None,
         };
-        // Before Linux 5.5 no descriptor tells.
+        // Before Linux 5.5 no descriptor tells the namespace.
         let theirs = if known.is_some() { known } else { levels(&format!("/proc/{pid}/status"))? };
-        // Looked at last: an id tells of a process as long as that lives.
+        // Checked last: an id names a process only as long as the process lives.
         if process.has_ended() {
             return Err(ErrorKind::NotConnected.into());
         }
         Ok(theirs.is_some() && theirs == levels("/proc/self/status")?)
     }
 
-    /// Is the other end's process the one that listens at `path`? Otherwise the listener is returned. Does not block.
+    /// Is the other end's process the process that listens at `path`? Otherwise the listener is returned. Does not block.
     ///
     /// # Errors
     /// The system's.
@@ -94,7 +95,7 @@ impl Connection {
         let socket = connect_now(path)?;
         let (asks, listens) = (self.process(), Process::behind(&socket));
         let peer = Peer::at(getsockopt(&socket, PeerCredentials)?);
-        // Looked at behind both: two that have one id and live on until here are one.
+        // Checked after both: two processes with one id that both live until here are one process.
         if listens.has_ended() {
             return Err(ErrorKind::ConnectionRefused.into());
         }
@@ -105,32 +106,32 @@ impl Connection {
     }
 }
 
-/// In how many pid namespaces a process is, from that of `/proc` on, by the file at `path` that tells of it.
+/// The number of pid namespaces that a process is in, counted from that of `/proc`, from the status file at `path`.
 fn levels(path: &str) -> io::Result<Option<usize>> {
     let text = fs::read_to_string(path)?;
     let ids = text.lines().find_map(|line| line.strip_prefix("NSpid:"));
     Ok(ids.map(|ids| ids.split_whitespace().count()))
 }
 
-/// The process that a socket leads to: the one that listened, not the one that holds the socket now.
+/// The process that a socket leads to: the process that listened, not the process that holds the socket now.
 #[derive(Debug)]
 pub enum Process {
-    /// Readable once the process has ended, also while nobody has waited for it.
+    /// A descriptor that is readable once the process has ended, even if its parent has not waited for it.
     Known(OwnedFd),
-    /// It had ended when it was looked for.
+    /// The process had ended before the lookup.
     Ended,
-    /// The kernel does not say which it is.
+    /// The kernel does not tell which process it is.
     Unknown,
 }
 
 impl Process {
-    /// The process at the other end of `stream`, which this side has connected. It need not have an id in our
-    /// pid namespace, from Linux 6.5 on.
+    /// The process at the other end of `stream`, which this side has connected. From Linux 6.5 on, the process needs no id in
+    /// our pid namespace.
     pub fn behind(stream: &impl AsFd) -> Self {
         let id = getsockopt(stream, PeerCredentials).map_or(0, |credentials| credentials.pid());
         match getsockopt(stream, PeerPidfd) {
             Ok(process) => Self::Known(process),
-            // What Linux 6.5 to 6.15 say of a process that its parent has waited for.
+            // The answers of Linux 6.5 to 6.15 for a process whose parent has waited for it.
             Err(Errno::ESRCH | Errno::EINVAL) => Self::Ended,
             Err(_) => Self::of_id(id),
         }
@@ -147,7 +148,7 @@ impl Process {
         }
     }
 
-    /// Is it known to have ended? Does not block.
+    /// Is the process known to have ended? Does not block.
     pub fn has_ended(&self) -> bool {
         match self {
             Self::Known(process) => {
@@ -159,7 +160,7 @@ impl Process {
         }
     }
 
-    /// The same, to be kept: a forked child does not keep it. None where the end of it cannot be known.
+    /// Makes a handle to keep: a forked child does not keep it. None if the end of the process cannot be known.
     pub fn into_watched(self) -> Option<Watched> {
         match self {
             Self::Known(process) => Some(Watched(Some(process.into()))),
@@ -168,7 +169,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end. None where that cannot be known.
+    /// Waits for the end of the process. None if that cannot be known.
     pub fn ends_before(&self, deadline: Instant) -> Option<bool> {
         match self {
             Self::Known(process) => {
@@ -180,7 +181,7 @@ impl Process {
         }
     }
 
-    /// Returns the descriptor that becomes readable at its end. None where it has ended, or is not known.
+    /// Returns the descriptor that becomes readable at the end of the process. None if the process has ended or is unknown.
     pub fn end_event(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Known(process) => Some(process.as_fd()),
@@ -194,7 +195,7 @@ impl Process {
 pub struct Watched(Option<UninheritedFd>);
 
 impl Watched {
-    /// Has it ended? Does not block.
+    /// Has the process ended? Does not block.
     pub fn has_ended(&self) -> bool {
         self.0.as_ref().is_none_or(|process| {
             let mut fds = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
@@ -203,8 +204,8 @@ impl Watched {
     }
 }
 
-/// Has the process that listened at `path` ended? A name that is not there does not say so: its process may make it again.
-/// Does not block.
+/// Has the process that listened at `path` ended? A missing name does not prove it: the process may make the name again. Does
+/// not block.
 pub fn has_ended(path: &Path) -> bool {
     match connect_now(path) {
         Ok(stream) => Process::behind(&stream).has_ended(),
@@ -212,7 +213,7 @@ pub fn has_ended(path: &Path) -> bool {
     }
 }
 
-/// The start of a process's command line, as `/proc` shows it, with blanks for what a terminal would obey.
+/// The start of a process's command line, as `/proc` shows it, with blanks for characters that a terminal would obey.
 pub fn command_of(pid: u32) -> String {
     const SHOWN_MAX: usize = 120;
     let raw = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -222,7 +223,7 @@ pub fn command_of(pid: u32) -> String {
     words.join(" ").chars().take(SHOWN_MAX).map(shown).collect()
 }
 
-/// The `sublet` that was installed with the library which process `pid` has loaded; none where either is gone.
+/// The `sublet` command that was installed with the library of process `pid`; none if either is missing.
 pub(super) fn command_next_to_library(pid: u32) -> Option<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
     let mut files = maps.lines().filter_map(|line| Some(Path::new(line.get(line.find('/')?..)?)));
@@ -230,51 +231,51 @@ pub(super) fn command_next_to_library(pid: u32) -> Option<PathBuf> {
     command_installed_with(library)?.canonicalize().ok()
 }
 
-/// Returns the `sublet` command that was installed with `library`: it lies next to it, or in `../bin`.
+/// Returns the `sublet` command that was installed with `library`, next to it or in `../bin`.
 pub fn command_installed_with(library: &Path) -> Option<PathBuf> {
     let folder = library.parent()?;
     let mut places = ["", "../bin"].map(|place| folder.join(place).join("sublet")).into_iter();
     places.find(|path| path.is_file())
 }
 
-/// Is the process stopped by a signal, so that SIGCONT continues it? False when that cannot be known. One that a debugger holds is another
-/// matter: SIGCONT does nothing for it.
+/// Is the process stopped by a signal, so that SIGCONT continues it? False if that cannot be known. A process that a debugger
+/// holds does not count: SIGCONT does nothing for it.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat_words(&stat).next() == Some("T")
 }
 
-/// The user that the process acts as now, where the kernel tells.
+/// The user that the process acts as now, if the kernel tells.
 pub fn user_of(pid: u32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
     users.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// Returns the words of `/proc/<pid>/stat` behind the command's name: the state, by a letter, the parent, and more. The
-/// name, in brackets, may hold anything, brackets and spaces too.
+/// Returns the words of `/proc/<pid>/stat` behind the command's name: the state, by a letter, the parent, and more. The name,
+/// in brackets, may contain any character, also brackets and spaces.
 pub(super) fn stat_words(stat: &str) -> impl Iterator<Item = &str> {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }
 
-// Its socket.
+// The listening socket of a process.
 
-/// Of a name in the making; as long as that of a socket, so that both fit a socket path or neither does.
+/// The extension of a name in the making. It is as long as that of a socket, so that both fit a socket path or neither does.
 pub const BINDING_EXTENSION: &str = "bind";
 
-/// A listening socket. Dropping it leaves its name behind, because a forked child drops its copy too;
-/// [`Listener::close`] removes the name, and a name without a listener is removed by the next that meets it.
+/// A listening socket. Dropping it leaves its name behind, because a forked child drops its copy too; [`Listener::close`]
+/// removes the name, and a name without a listener is removed by the next process that finds it.
 #[derive(Debug)]
 pub struct Listener {
     socket: Uninherited<UnixListener>,
     path: PathBuf,
-    /// Device and inode of the name.
+    /// Device and inode of the file with the name.
     inode: Option<(u64, u64)>,
 }
 
 impl Listener {
-    /// Listens at `path`. The name appears only when connections are taken, so a peer that is refused
-    /// knows that nobody will ever answer there.
+    /// Listens at `path`. The name appears only when the socket accepts connections. So a refused peer knows that no process
+    /// will answer there.
     ///
     /// # Errors
     /// [`TransportError::Bind`], also when the name exists or is too long.
@@ -291,17 +292,17 @@ impl Listener {
         Ok(Self { socket: socket.into(), path: path.to_owned(), inode })
     }
 
-    /// Does its name still lead to it? Otherwise it was removed, perhaps with all that was around it.
+    /// Does the socket's name still lead to it? Otherwise the name was removed, perhaps with its directory.
     pub fn is_named(&self) -> bool {
         self.inode.is_some() && inode(&self.path) == self.inode
     }
 
-    /// Returns the path at which it listens.
+    /// Returns the path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The next connection, if somebody waits; checks that it is of our user. Does not block.
+    /// Accepts the next connection, if one waits, and checks that it is from our user. Does not block.
     ///
     /// # Errors
     /// [`TransportError::ForeignPeer`], [`TransportError::Io`] and [`TransportError::Accept`]; the listener stays usable.

@@ -31,7 +31,7 @@ fn pair() -> (Connection, Connection) {
     )
 }
 
-/// One end a connection, the other a bare stream.
+/// Makes a pair: one end is a connection, the other a bare stream.
 fn half_pair() -> (Connection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     (Connection::with_limits(ours, Limits::ALL).unwrap(), theirs)
@@ -188,7 +188,7 @@ fn both_sides_of_different_versions_learn_who_speaks_what() {
         text.contains(&format!("no command lies next to the library of process {own_pid}")),
         "{text}"
     );
-    // The answer that lets the other side say the same.
+    // The answer that lets the other side report the same.
     let mut answer = [0; HEADER_BYTES];
     theirs.read_exact(&mut answer).unwrap();
     assert_eq!(answer, header(0, 0));
@@ -226,7 +226,7 @@ fn the_command_of_another_version_lies_next_to_its_library() {
         std::fs::write(&command, "").unwrap();
         assert_eq!(command_next_to_library(pid), Some(command));
     }
-    // An upgrade in place takes the library away.
+    // An upgrade in place removes the library.
     std::fs::remove_file(&preloaded).unwrap();
     assert_eq!(command_next_to_library(pid), None);
     child.kill().unwrap();

@@ -1,4 +1,4 @@
-//! The questions to a process, each with its one kind of answer, and the reasons for a refusal.
+//! The questions to a process, each with one kind of answer, and the reasons for a refusal.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -20,11 +20,11 @@ use crate::scope::Scope;
 use crate::state::InvalidTransition;
 use crate::stepping::{Activity, SeenActivity, StepOrder};
 
-/// Longest payload of what a process says of itself, in bytes: all the tags that it may have, each as long as it may be, on a GPU.
+/// Longest payload of a process's statistics, in bytes: room for the most and longest tags that a process may have, on a GPU.
 pub const STATS_BYTES_MAX: usize = 2 << 20;
 
 impl Request {
-    /// The longest payload of an answer to it, in bytes, where that is shorter than any message may be.
+    /// The longest payload of an answer, in bytes, if that is shorter than the limit of any message.
     pub fn reply_bytes_max(&self) -> Option<usize> {
         match self {
             Self::Hello
@@ -38,7 +38,7 @@ impl Request {
             | Self::Count
             | Self::Spill(_)
             | Self::Idle(_) => Some(STATS_BYTES_MAX),
-            // What is shared, allocation by allocation, and what lanes wait for.
+            // These answers list shared memory by allocation, and the waits of lanes.
             Self::Phase(_) | Self::Cut(_) | Self::Step(_) | Self::Save(_) | Self::Lent(_) => None,
         }
     }
@@ -46,10 +46,10 @@ impl Request {
 
 /// A question to another process's agent.
 pub trait Ask {
-    /// The answer to it, where it is not refused with a [`Failure`].
+    /// The answer, if the question is not refused with a [`Failure`].
     type Answer;
 
-    /// As it is sent.
+    /// The question as it is sent.
     fn to_request(&self) -> Request;
 
     /// Returns the number of descriptors that may come with the answer.
@@ -57,10 +57,10 @@ pub trait Ask {
         0
     }
 
-    /// The answer in `reply` and the descriptors with it; `None` when it is one to another question.
+    /// The answer in `reply` and the descriptors with it; `None` if `reply` answers another question.
     fn answer_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<Self::Answer>;
 
-    /// As [`Ask::answer_in`], or why the question is refused.
+    /// As [`Ask::answer_in`], or the reason why the question is refused.
     fn outcome_in(&self, reply: Reply, fds: Vec<OwnedFd>) -> Option<Result<Self::Answer, Failure>> {
         if let Reply::Failed(failure) = reply {
             return Some(Err(failure));
@@ -104,48 +104,49 @@ asks! {
     HostStep -> HostProgress: |ask| Request::Host(*ask), Reply::Host(progress) => *progress;
 }
 
-/// The question who you are.
+/// Asks a process for its identity and state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello;
 
-/// The question what you hold.
+/// Asks a process for its statistics: the memory that it holds, and its last pause and resume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats;
 
-/// Count what you hold against the tenant's budgets, from now on.
+/// Tells a process to count its memory against the tenant's budgets from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count;
 
-/// Do your devices have nothing left to do? Looked at, behind a gate that is shut for some milliseconds, only where nothing was launched for so long.
+/// Asks whether the devices of a process have nothing left to do. The process looks only if it launched nothing for that long.
+/// The look closes its gate for some milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookIdle {
-    /// For how long, in microseconds.
+    /// The time without a launch, in microseconds.
     pub quiet_us: u64,
 }
 
-/// The question what a resume of `scope` would need on each of your devices, and what is free there. Nothing is
-/// changed. A process that is on its way to another state refuses. So does one whose tenant's budget does not have what
-/// comes by tag.
+/// Asks a process how much memory a resume of `scope` needs on each of its devices, and how much is free there. Nothing is
+/// changed. A process on its way to another state refuses. So does a process whose tenant's budget lacks the memory for a
+/// resume by tag.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needs {
-    /// The memory that the resume would be about.
+    /// The memory to resume.
     pub scope: Scope,
-    /// Give up, and answer so, after this long.
+    /// The time after which the process gives up, and answers so.
     pub timeout_ms: u64,
-    /// Is the free memory of all devices of the process wanted, also of those where nothing of it is away?
+    /// Is the free memory of all devices of the process wanted, also of devices on which nothing is released?
     pub all_devices: bool,
 }
 
-/// Take one step of a pause or resume.
+/// Tells a process to do one step of a pause or resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TakePhase {
     /// The pause or resume that it belongs to, by a random number.
     pub round: u64,
-    /// No other process takes part in that.
+    /// Does no other process take part?
     pub alone: bool,
     /// The step.
     pub order: Order,
-    /// Give up, and answer so, after this long.
+    /// The time after which the process gives up, and answers so.
     pub timeout_ms: u64,
 }
 
@@ -162,7 +163,7 @@ impl Ask for TakePhase {
     }
 }
 
-/// Take the step in which devices run dry, and say what a pause will move.
+/// Tells a process to do the step in which its devices finish their work, and to report the memory that a pause will move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Drain(pub TakePhase);
 
@@ -179,91 +180,91 @@ impl Ask for Drain {
     }
 }
 
-/// Before a pause: launch no more than `limits` admits until told otherwise, or until I hang up, and say where you
-/// stand.
+/// Before a pause: tells a process to launch no more than `limits` admit, until further orders or the end of the connection,
+/// and to report its position.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
-    /// Up to which count each lane may be launched.
+    /// The launch count up to which each lane may go.
     pub limits: Limits,
-    /// The facts that I know: answer when they are no longer so.
+    /// The facts that the caller knows. The process answers when they change.
     pub seen: Seen,
-    /// Answer after this long in any case, or when I ask for something else.
+    /// The process answers after this time in any case, or on another request of the caller.
     pub wait_ms: u64,
 }
 
-/// Behind the shut gate of a pause: do this step, and say what you do.
+/// After the gate was closed for a pause: tells a process to do this step, and to report its activity.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepOn {
     /// The pause that it belongs to, by a random number.
     pub round: u64,
-    /// The things that you may do.
+    /// The calls that the process may make.
     pub step: StepOrder,
-    /// The facts that I know: answer when they are no longer so, or when the step's calls are made.
+    /// The facts that the caller knows. The process answers when they change, or when the step's calls are made.
     pub seen: SeenActivity,
-    /// Answer after this long in any case, or when I ask for something else.
+    /// The process answers after this time in any case, or on another request of the caller.
     pub wait_ms: u64,
 }
 
-/// Wait until the application of this process has itself requested `action`, and stands still in that call.
+/// Tells a process to wait until its application has itself requested `action`, and waits in that call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AwaitConsent {
     /// The action that the application must have requested.
     pub action: Action,
-    /// Give up, and answer so, after this long.
+    /// The time after which the process gives up, and answers so.
     pub timeout_ms: u64,
 }
 
-/// The `action` that your application requested and waits in will not happen now: let it go on with an error that
-/// says why.
+/// Tells a process that the `action` which its application requested will not happen now. The waiting call of the application
+/// returns an error with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiveUp {
     /// The action that the application requested.
     pub action: Action,
-    /// One sentence.
+    /// The reason, in one sentence.
     pub why: String,
 }
 
-/// The coordinator of `round` has ended, or is silent, and I settle what it began: take no step of it any more, and
-/// settle it too. What were you told of its end?
+/// Tells a process that the coordinator of `round` has ended or is silent, and that the caller settles the round. The process
+/// does no further step of that coordinator, and settles too. It answers with its last order about the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Withdraw {
     /// The number of the pause or resume.
     pub round: u64,
 }
 
-/// Descriptors for these allocations of yours, which I import.
+/// Fetches descriptors for allocations of a process, which the caller imports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FetchFds {
     /// The allocations, at most [`FDS_PER_MESSAGE_MAX`], and half as many for a borrower.
     pub allocations: Vec<AllocationId>,
-    /// Why.
+    /// The reason for the request.
     pub purpose: FetchPurpose,
     /// The process that asks.
     pub importer: MemberId,
-    /// Of which other tenant that is; none where it is the owner's own.
+    /// The other tenant of that process; none if it is the owner's own tenant.
     pub borrower: Option<Borrower>,
 }
 
-/// The tenant and the family of an importer of another tenant, as it says itself.
+/// The tenant and the family of an importer of another tenant, by the importer's own statement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrower {
     /// Its tenant.
     pub tenant: String,
-    /// The family that it names.
+    /// The family that the importer names.
     pub family: Option<String>,
 }
 
-/// Descriptors as they came.
+/// The descriptors that an owner sent.
 #[derive(Debug)]
 pub struct SentFds {
     /// The number of descriptors that the owner says it has sent.
     pub count: usize,
-    /// The descriptors that came, in the order of the requested allocations. A borrower gets two each: the driver's and
-    /// the lease.
+    /// The received descriptors, in the order of the requested allocations. A borrower gets two for each allocation: the
+    /// driver's and the lease.
     pub fds: Vec<OwnedFd>,
     /// When tickets were redeemed: the tag of each allocation, in the same order.
     pub tags: Vec<String>,
-    /// Allocations requested again that the owner does not have any more. No descriptor comes for them.
+    /// Allocations requested again that the owner does not have any more. No descriptor is sent for them.
     pub missing: Vec<AllocationId>,
     /// For a borrower: the device of each allocation, in the same order, by its machine-wide name.
     pub devices: Vec<String>,
@@ -287,54 +288,55 @@ impl Ask for FetchFds {
     }
 }
 
-/// The question which memory of `scope` processes of other tenants have open. Nothing is changed.
+/// Asks a process which memory of `scope` processes of other tenants have open. Nothing is changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AskLent {
-    /// The memory that a pause would be about.
+    /// The memory to pause.
     pub scope: Scope,
 }
 
-/// Write what a pause has saved of you to files, a step at a time. It ends with this connection, and with any other
-/// step of a pause or resume.
+/// Tells a process to write its saved contents to files, one step at a time. The writing ends with this connection, and with
+/// any other step of a pause or resume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SaveStep {
-    /// Say how much it is; write nothing yet.
+    /// Report the size; write nothing yet.
     Begin {
         /// The directory to write to.
         dir: DirName,
     },
-    /// Write on for at most this long.
+    /// Continue writing for at most this long.
     WriteOn {
         /// The time, in milliseconds.
         for_ms: u64,
     },
-    /// Remove what is written, as far as it is not whole.
+    /// Remove incomplete files.
     CallOff,
 }
 
-/// Saved contents in host memory, where your process has opted in and stands paused: move some to a file, and say what is
-/// left. The asking process holds the lock of your tenant.
+/// Tells a process that has opted in and is paused to move some saved contents from host memory to a file, and to report the
+/// rest. The caller holds the lock of the process's tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpillStep {
-    /// About so much; nothing, and the answer alone, where that is 0.
+    /// The approximate bytes to move; 0 moves nothing and only gets the answer.
     pub most_bytes: u64,
 }
 
 impl SpillStep {
-    /// The longest duration of one step: the worker thread does nothing else meanwhile. The asking process waits for longer.
+    /// The longest duration of one step: the worker thread does nothing else meanwhile. The caller waits for longer.
     pub const TIME_MAX: Duration = Duration::from_mins(1);
 }
 
-/// Host memory that your next pause takes: bring it in while the application runs. It goes on when this connection ends.
+/// Tells a process to prepare the host memory of its next pause while the application runs. The preparation goes on when this
+/// connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostStep {
-    /// Say what is missing, and what limits it; begin nothing.
+    /// Report the missing memory and its limits; begin nothing.
     Need,
-    /// Begin, where you have not, and say how far you are.
+    /// Begin, unless it has begun, and report the progress.
     Begin,
-    /// Say how far you are.
+    /// Report the progress.
     Look,
-    /// End; what is there stays.
+    /// End; prepared memory stays.
     CallOff,
 }
 
@@ -399,31 +401,31 @@ pub enum FailureKind {
         /// The additional bytes that must be free.
         missing_bytes: u64,
     },
-    /// Not possible in the state the process is in.
+    /// The state of the process does not allow it.
     WrongState,
-    /// Another process that was needed is gone or silent.
+    /// Another process that was needed has ended or is silent.
     PeerGone,
-    /// It lives, and nobody can reach it: its socket has no name for the moment.
+    /// The process lives, but its socket has no name for the moment, so no process can reach it.
     Nameless,
-    /// The application did not ask for the action in time.
+    /// The application did not request the action in time.
     NoConsent,
-    /// It was under way, and is no longer wanted: something failed elsewhere.
+    /// The action was under way, and was called off: another process failed.
     CalledOff,
-    /// Not while the process is paused, or being paused: ask again when it runs.
+    /// The process is paused, or being paused: ask again when it runs.
     NotNow,
-    /// Other processes hold some of the memory: all must take part.
+    /// Other processes hold some of the memory, so all must take part.
     Shared,
     /// Processes of other tenants have some of the memory open.
     Lent,
-    /// The tenant that the memory is borrowed from is paused: that one must be resumed first.
+    /// The tenant that lent the memory is paused, and must be resumed first.
     LenderAway,
     /// The request names something this process does not have.
     Unknown,
-    /// The driver failed, or the disk that saved contents are on.
+    /// The driver failed, or the disk of saved contents failed.
     Driver,
     /// Something was lost; the process should be ended.
     Faulted,
-    /// The device could not hold the tenant even if what is to make room for it were away.
+    /// The device could not hold the tenant even if all memory that may make room for it were released.
     DoesNotFit {
         /// The additional bytes that must be free.
         missing_bytes: u64,
@@ -445,12 +447,12 @@ impl From<SaveDirError> for Failure {
 }
 
 impl FailureKind {
-    /// A failure of this kind, which says `message`.
+    /// Makes a failure of this kind with `message`.
     pub fn because(self, message: String) -> Failure {
         Failure { kind: self, message }
     }
 
-    /// Returns the additional bytes of device memory that must be free, where that is the cause.
+    /// Returns the additional bytes of device memory that must be free, if that is the cause.
     pub fn missing_device_bytes(self) -> Option<u64> {
         if let Self::OutOfDeviceMemory { missing_bytes } | Self::DoesNotFit { missing_bytes } = self
         {

@@ -1,4 +1,4 @@
-//! The decision for each who waits.
+//! The decision for each process that waits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,42 +14,43 @@ use tenants::coordinator::end_some;
 use tenants::identity::TenantName;
 use tenants::size::Size;
 
-/// The step that one who waits is to take.
+/// The step that a waiting process is to take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Pause these, in this order, and resume its own tenant.
+    /// Pause these tenants, in this order, and resume its own.
     Go(Vec<TenantName>),
-    /// Have the contexts of this one leave, which is to be paused if it runs, and ask again.
+    /// Pause this tenant if it runs, remove its contexts, and decide again.
     Sink(TenantName),
-    /// Ask again at this time of the clock at the latest, where one is known, and when something has changed.
+    /// Decide again when something has changed, and at this time of the clock at the latest, if one is known.
     Wait(Option<u64>),
-    /// Its tenant does not fit, even if all others make way.
+    /// Its tenant does not fit, even if all others are paused.
     Never,
 }
 
-/// The decision for one who waits.
+/// The decision for one process that waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// For whom.
+    /// The tenant that the process waits for.
     pub tenant: TenantName,
     /// The step that it is to take.
     pub verdict: Verdict,
-    /// Why, for people: one line, and one more for each tenant that is paused.
+    /// The reasons, for people: one line, and one more for each tenant that is paused.
     pub reasons: Vec<String>,
-    /// Do the contexts of those that are paused leave too, if they may?
+    /// Do the contexts of the paused tenants leave too, if they may?
     pub contexts_leave: bool,
 }
 
-/// May one that has its GPUs be paused for one that waits?
+/// May a tenant that has its GPUs be paused for one that waits?
 pub(super) enum Hold {
     Free(String),
     Until(u64, String),
     WhileItLasts(String),
 }
 
-/// Decides what each of `scene.waiting` is to do at `now_us`. The decisions are in the same order.
+/// Decides what each process of `scene.waiting` is to do at `now_us`. The decisions are in the same order.
 ///
-/// A tenant that may go does so before `scene` is looked at again; GPUs of one who goes or waits are nobody's who comes after it.
+/// A tenant that may go is switched to before the next `scene` is gathered. GPUs of a tenant that goes or waits are for none that
+/// comes after it.
 pub fn decide(scene: &Scene, history: &History, now_us: u64) -> Vec<Decision> {
     let view = View { scene, history, now_us };
     let mut order: Vec<usize> = (0..scene.waiting.len()).collect();
@@ -72,7 +73,7 @@ pub fn decide(scene: &Scene, history: &History, now_us: u64) -> Vec<Decision> {
         };
         let comes = match decision.verdict {
             Verdict::Go(_) | Verdict::Sink(_) => true,
-            // One that waits for what may never end, or stays away for now, keeps its place and no GPU.
+            // A process keeps its place, but no GPU, if its wait may never end or its tenant must stay paused for now.
             Verdict::Wait(until_us) => {
                 first.is_some() || (until_us.is_some() && view.away(waiting, standing).is_none())
             }
@@ -82,7 +83,7 @@ pub fn decide(scene: &Scene, history: &History, now_us: u64) -> Vec<Decision> {
             for gpu in waiting.gpus(standing) {
                 taken.entry(gpu).or_insert(&waiting.tenant);
             }
-            // Two simultaneously would pause one tenant twice.
+            // Two of them together could pause one tenant twice.
             let leave = match &decision.verdict {
                 Verdict::Go(victims) => victims.as_slice(),
                 Verdict::Sink(one) => std::slice::from_ref(one),
@@ -132,7 +133,7 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    /// The decision for one that has had to leave and stays away for a while.
+    /// Returns the decision for a tenant that had to leave and must stay paused for a while.
     fn away(&self, waiting: &Waiting, standing: &Standing) -> Option<Decision> {
         let hurries = waiting.wish.is_order() || standing.class == Class::Guaranteed;
         let past = self.history.of(&waiting.tenant);
@@ -228,7 +229,7 @@ impl<'a> View<'a> {
                     format!("{lacking}{contexts}{}", self.unheard(&waiting.tenant))
                 })
             );
-            // A tenant that wants to be back has as long as it lives.
+            // A tenant that waits to be resumed may wait for as long as it lives.
             let lasts = waiting.wish == Wish::Back;
             let verdict = if lasts { Verdict::Wait(None) } else { Verdict::Never };
             return Decision::new(waiting, verdict, vec![reason]);
@@ -238,7 +239,7 @@ impl<'a> View<'a> {
             all.iter().filter(|candidate| !lasts(candidate.tenant)).cloned().collect();
         let goes = |candidate: &&Candidate<'_>| self.refuses(candidate.tenant).is_none();
         let willing: Vec<_> = bounded.iter().filter(goes).cloned().collect();
-        // A person who asks for it has it tried.
+        // A person's order is tried all the same.
         let others = || choose(&bounded, short).filter(|_| waiting.wish.is_order());
         let Some(victims) = choose(&willing, short).or_else(others) else {
             let lasting = holds.iter().filter_map(|(tenant, hold)| match hold {
@@ -269,7 +270,7 @@ impl<'a> View<'a> {
         Decision { contexts_leave, ..Decision::new(waiting, Verdict::Go(victims), reasons) }
     }
 
-    /// Another tenant that is on its way out or back, with memory on a GPU that is short of it.
+    /// Returns another tenant that is being paused or resumed, with memory on a GPU that is short of it.
     fn moving(&self, waiting: &Waiting, short: &BTreeMap<&'a str, u64>) -> Option<&'a TenantName> {
         let is_in_the_way = |tenant: &&TenantName| {
             let mut gpus = self.scene.tenants.get(*tenant).into_iter().flat_map(Standing::gpus);
@@ -330,8 +331,9 @@ impl<'a> View<'a> {
         Hold::Until(until_us, why)
     }
 
-    /// The longest quantum of those of its class that wait for its GPUs, with its weight. It keeps them for as long as they will: with its own quantum alone,
-    /// the share of a tenant would be in proportion to what switching it takes, and one that is switched in no time would get no work done.
+    /// Returns the longest quantum of the tenants of its class that wait for its GPUs, with its weight. The tenant keeps the GPUs
+    /// for as long as they will. With its own quantum alone, its share would be in proportion to its switching time. A tenant
+    /// that is switched very fast would then get no work done.
     fn longest_quantum_us(&self, standing: &Standing) -> u64 {
         let waiting_us = self.scene.waiting.iter().filter_map(|waiting| {
             let other = self.scene.tenants.get(&waiting.tenant)?;
@@ -341,7 +343,7 @@ impl<'a> View<'a> {
         waiting_us.max().unwrap_or(0)
     }
 
-    /// Why `tenant` is not asked to make way now, where it could not be paused.
+    /// Returns why `tenant` is not to be paused now, if a pause of it has failed.
     pub(super) fn refuses(&self, tenant: &TenantName) -> Option<String> {
         let past = self.history.tenants.get(tenant.as_str())?;
         let refusal = past.refusal.as_ref().filter(|refusal| refusal.until_us > self.now_us)?;
@@ -352,8 +354,8 @@ impl<'a> View<'a> {
         ))
     }
 
-    /// For how long a tenant has been idle, where that is long enough for it to make way. What is idle in its turn keeps it: its program
-    /// says that it goes on.
+    /// Returns for how long a tenant has been idle, if that is long enough to pause it. A tenant in a turn keeps the turn while
+    /// it is idle: its program says that it goes on.
     fn idle_us(&self, standing: &Standing, is_for_higher: bool) -> Option<u64> {
         let least_us = idle_after_us(standing, is_for_higher);
         let idle_us = self.now_us.saturating_sub(standing.idle_since_us?);
@@ -364,7 +366,7 @@ impl<'a> View<'a> {
         time(until_us.saturating_sub(self.now_us))
     }
 
-    /// Says that a tenant wants more than a GPU has, so that nobody can make room for it.
+    /// Returns a line if the tenant wants more memory than a GPU has. No pause can help then.
     fn too_large(&self, standing: &Standing, short: &BTreeMap<&str, u64>) -> Option<String> {
         short.iter().find_map(|(gpu, missing_bytes)| {
             let total_bytes = *self.scene.total_bytes.get(*gpu)?;
@@ -382,7 +384,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Names the GPUs on which nobody can make enough free, and the bytes that are lacking there.
+    /// Names the GPUs on which pauses cannot free enough, and the bytes that are lacking there.
     fn lacking(
         &self,
         waiting: &Waiting,
@@ -418,7 +420,7 @@ impl<'a> View<'a> {
         format!("; what {} may hold is not known, which does not answer now", named.join(", "))
     }
 
-    /// Names the tenants that are not asked to make way on `gpu`, because nobody would bring them back.
+    /// Names the tenants that are not paused for `gpu`, because nothing would resume them.
     fn spared(&self, waiting: &Waiting, gpu: &str) -> String {
         let is_spared = |tenant: &TenantName, other: &Standing| {
             waiting.wish.spares_others()
@@ -440,7 +442,7 @@ impl<'a> View<'a> {
         )
     }
 
-    /// The line on a tenant that makes way.
+    /// Returns the line about a tenant that is paused for another.
     fn sacrifice(&self, tenant: &TenantName, why: &str, short: &BTreeMap<&str, u64>) -> String {
         let standing = &self.scene.tenants[tenant];
         let mut parts = Vec::new();

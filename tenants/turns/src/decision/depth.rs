@@ -1,5 +1,6 @@
-//! The choice of tenants whose contexts leave the GPUs too, which a pause of memory alone leaves there: the longest paused first.
-//! Nobody is asked how much memory a context takes. One tenant's leave, and the decision is made again with what is free then.
+//! The choice of tenants whose contexts leave the GPUs too, the longest paused first. A pause of memory alone leaves contexts
+//! there. The size of a context is not known. So the contexts of one tenant leave, and the decision is made again with the memory
+//! that is free then.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,16 +12,16 @@ use super::victims::Candidate;
 use tenants::identity::TenantName;
 use tenants::size::Size;
 
-/// The number of failed tries from which on contexts that could not leave are known to stay.
+/// The number of failed tries after which contexts are known to stay.
 const TRIES_MAX: u32 = 3;
 
-/// Are the contexts of a paused tenant to leave that has rested for so long, and is not in the queue to come back?
+/// Are the contexts of a paused tenant to leave? It has `rested` for this time, and is not in the queue.
 pub fn is_due(rested: Duration, after: Option<Duration>) -> bool {
     after.is_some_and(|after| rested >= after)
 }
 
 impl<'a> View<'a> {
-    /// Returns the bytes that one that waits takes on each GPU. Where they are not known, it returns more than is free.
+    /// Returns the bytes that a waiting process needs on each GPU. If they are not known, it returns more than is free.
     pub(super) fn lacks(
         &self,
         waiting: &'a Waiting,
@@ -37,7 +38,7 @@ impl<'a> View<'a> {
         lacks
     }
 
-    /// Decides that contexts of a paused tenant leave first, if the GPU may lack room for those that come.
+    /// Decides that contexts of a paused tenant leave first, if the GPU may lack memory for the contexts that come.
     pub(super) fn makes_way_for_contexts(
         &self,
         waiting: &Waiting,
@@ -56,8 +57,8 @@ impl<'a> View<'a> {
         matches!(leaves.verdict, Verdict::Sink(_)).then_some(leaves)
     }
 
-    /// Decides whose contexts leave for what is `short`. If `all` that could make way is known, which gives less than that: if contexts may be enough.
-    /// A tenant that has its GPUs keeps them as `holds` says.
+    /// Decides the tenant whose contexts leave for the bytes that are `short`. If `all` is known, it is what pauses could free,
+    /// and less than that: contexts leave only if they may be enough. A tenant that has its GPUs keeps them as `holds` says.
     pub(super) fn gives_contexts(
         &self,
         waiting: &Waiting,
@@ -105,13 +106,14 @@ impl<'a> View<'a> {
         Some(Decision::new(waiting, Verdict::Sink(tenant.clone()), vec![reason]))
     }
 
-    /// Returns the failed tries to take the contexts of `tenant` off, if it is too early to try again.
+    /// Returns the failed tries to remove the contexts of `tenant`, if it is too early to try again.
     fn keeps_contexts(&self, tenant: &TenantName) -> Option<&'a Refusal> {
         let past = self.history.tenants.get(tenant.as_str())?;
         past.keeps_contexts.as_ref().filter(|refusal| refusal.until_us > self.now_us)
     }
 
-    /// Returns the tenants with contexts on one of these GPUs: the longest paused first, and last what waits to come back or runs.
+    /// Returns the tenants with contexts on one of these GPUs: the longest paused first, and last those that run or wait to be
+    /// resumed.
     fn with_contexts(
         &self,
         waiting: &Waiting,
@@ -146,7 +148,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Says what each GPU lacks.
+/// Returns a text with the bytes that each GPU lacks.
 pub(super) fn in_words(short: &BTreeMap<&str, u64>) -> String {
     let each: Vec<_> =
         short.iter().map(|(gpu, bytes)| format!("{} on {gpu}", Size(*bytes))).collect();

@@ -1,4 +1,4 @@
-//! The history of tenants: who came and left when, who had how much, and who was pushed out early.
+//! The history of tenants: when each got and lost its GPUs, how long it had them, and which were paused early.
 
 use std::collections::BTreeMap;
 
@@ -8,61 +8,61 @@ use super::quanta::{GROWTH_MAX, idle_after_us, quantum_us, time};
 use super::scene::{Scene, Standing};
 use tenants::identity::TenantName;
 
-/// The number of early push-outs within [`PUSHED_QUANTA`] after which a tenant stays away for longer.
+/// The number of early pauses within [`PUSHED_QUANTA`] after which a tenant stays paused for longer.
 const PUSHED_MAX: usize = 3;
 /// See [`PUSHED_MAX`].
 const PUSHED_QUANTA: u64 = 4;
-/// The least time, in microseconds, for which a tenant that could not be paused is not asked again.
+/// The shortest time, in microseconds, for which no pause is tried again after a tenant could not be paused.
 const REFUSED_MIN_US: u64 = 1_000_000;
-/// The greatest such time, or [`REFUSED_TRIES`] times the length of the try, if that is more.
+/// The longest such time, or [`REFUSED_TRIES`] times the length of the try, if that is more.
 const REFUSED_MAX_US: u64 = 60_000_000;
 const REFUSED_TRIES: u64 = 10;
-/// The time after that, in microseconds, after which it is as if the tenant had never refused.
+/// The time after that, in microseconds, after which the failed pauses no longer count.
 const REFUSED_FORGOTTEN_US: u64 = 600_000_000;
 
-/// Of all tenants, by name.
+/// The history of all tenants, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct History {
-    /// Those that turns were about.
+    /// The tenants that decisions were about.
     pub tenants: BTreeMap<String, Past>,
     /// The time of the latest change, in microseconds of the clock.
     pub changed_us: u64,
-    /// The start of the machine that its times are of; empty where that is not known.
+    /// The id of the machine's start that the times count from; empty if it is not known.
     #[serde(default)]
     pub boot: String,
 }
 
-/// Of one tenant. Times are in microseconds of the clock.
+/// The history of one tenant. Times are in microseconds of the clock.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Past {
-    /// When it got its GPUs; none where that is not known.
+    /// The time at which it got its GPUs; none if that is not known.
     pub came_us: Option<u64>,
-    /// When it last had to leave them for another.
+    /// The time at which it was last paused for another tenant.
     pub left_us: Option<u64>,
-    /// It was paused for another, and has not come back since.
+    /// Was it paused for another tenant, and not resumed since?
     pub is_displaced: bool,
-    /// When the turn began that it is in, or was in last since it came.
+    /// The start of its present turn, or of its last one since it got its GPUs.
     pub turn_us: Option<u64>,
-    /// The time for which it had its GPUs in all, over its weight.
+    /// The total time for which it had its GPUs, divided by its weight.
     pub used_us: u64,
-    /// By how much its quantum has grown: 1, 2, 4 and so on.
+    /// The factor by which its quantum has grown: 1, 2, 4 and so on.
     pub growth: u64,
-    /// When it was pushed out early.
+    /// The times at which it was paused early.
     pub pushed_us: Vec<u64>,
-    /// It could not be paused for another, and has not been since.
+    /// Its failed pauses for other tenants, if no pause has succeeded since.
     #[serde(default)]
     pub refusal: Option<Refusal>,
-    /// Its contexts could not leave, and have not since.
+    /// The failed tries to remove its contexts, if none has succeeded since.
     #[serde(default)]
     pub keeps_contexts: Option<Refusal>,
 }
 
-/// Pauses of one tenant that failed, one after the other, or tries to take its contexts off.
+/// Consecutive failures to pause one tenant, or to remove its contexts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// The number of failures.
     pub times: u32,
-    /// Others make way before it does, and it is not asked again until then.
+    /// Until this time no pause of it is tried again, and others are paused before it.
     pub until_us: u64,
     /// The reason for the last failure.
     pub why: String,
@@ -85,8 +85,8 @@ impl Default for Past {
 }
 
 impl Refusal {
-    /// Notes in `place` that a try failed with `why` after `took_us`. `what` could not be done, and for how long it is not tried, are
-    /// returned as one line. See [`History::refused`].
+    /// Notes in `place` that a try failed with `why` after `took_us`. Returns one line that says `what` failed, and for how long
+    /// it is not tried again. See [`History::refused`].
     fn note(place: &mut Option<Self>, what: &str, why: &str, took_us: u64, now_us: u64) -> String {
         let is_known =
             |refusal: &Self| now_us <= refusal.until_us.saturating_add(REFUSED_FORGOTTEN_US);
@@ -105,7 +105,8 @@ impl Refusal {
 }
 
 impl History {
-    /// Nothing, where this is of before the machine was started: at `now_us` of this start, which is `boot`.
+    /// Returns this history, or an empty one if it is older than the machine's present start. `boot` is the id of that start, and
+    /// `now_us` its time.
     #[must_use]
     pub fn of_this_start(self, boot: &str, now_us: u64) -> Self {
         let is_of_another = !self.boot.is_empty() && !boot.is_empty() && self.boot != boot;
@@ -114,7 +115,7 @@ impl History {
         Self { boot: boot.to_owned(), ..history }
     }
 
-    /// Was `tenant` paused for another, and has not come back since? None where nothing is known of it.
+    /// Was `tenant` paused for another, and not resumed since? None if the history does not know the tenant.
     pub fn is_displaced(&self, tenant: &TenantName) -> Option<bool> {
         self.tenants.get(tenant.as_str()).map(|past| past.is_displaced)
     }
@@ -124,7 +125,7 @@ impl History {
         self.tenants.get(tenant.as_str()).cloned().unwrap_or_default()
     }
 
-    /// Since when `standing` has had what it has: its turn, or its GPUs.
+    /// Returns the time since which the tenant has its turn, or else its GPUs.
     pub(super) fn since_us(&self, tenant: &TenantName, standing: &Standing) -> u64 {
         let past = self.tenants.get(tenant.as_str());
         let turn_us = past.and_then(|past| past.turn_us).filter(|_| standing.has_turn);
@@ -132,21 +133,21 @@ impl History {
     }
 
     fn at(&mut self, tenant: &TenantName) -> &mut Past {
-        // A newcomer has had no less than the tenant that has had least.
+        // A new tenant begins with the smallest time of any tenant.
         let least_us = self.tenants.values().map(|past| past.used_us).min().unwrap_or(0);
         self.tenants
             .entry(tenant.as_str().to_owned())
             .or_insert_with(|| Past { used_us: least_us, ..Past::default() })
     }
 
-    /// `tenant` was paused for another, and `scene` is as it was before. Where it was pushed out early, and not for the first time, what
-    /// follows from that is returned as one line.
+    /// Notes that `tenant` was paused for another; `scene` is the state before that. If it was paused early, and not for the
+    /// first time, the consequence is returned as one line.
     pub fn left(&mut self, tenant: &TenantName, scene: &Scene, now_us: u64) -> Option<String> {
         let standing = scene.tenants.get(tenant).cloned().unwrap_or_default();
         let since_us = self.since_us(tenant, &standing);
         let past = self.at(tenant);
         let quantum_us = quantum_us(&standing, past.growth);
-        // One that was idle has not been pushed out: it did nothing with what it had.
+        // A pause of an idle tenant is not early: the tenant did nothing with its GPUs.
         let idle_us = standing.idle_since_us.map_or(0, |since_us| now_us.saturating_sub(since_us));
         let was_idle = !standing.has_turn && idle_us >= idle_after_us(&standing, true);
         let ended = was_idle || (!standing.has_turn && past.turn_us.is_some());
@@ -170,7 +171,7 @@ impl History {
         past.pushed_us.retain(|pushed_us| now_us.saturating_sub(*pushed_us) <= span_us);
         past.pushed_us.push(now_us);
         if past.pushed_us.len() < PUSHED_MAX || past.growth >= GROWTH_MAX {
-            // No more of them matter.
+            // Earlier ones do not matter.
             past.pushed_us.drain(..past.pushed_us.len().saturating_sub(PUSHED_MAX));
             return None;
         }
@@ -184,21 +185,22 @@ impl History {
         ))
     }
 
-    /// `tenant` is about to be paused for another. Known before it is, so that it comes back even if the process that does it dies in between.
+    /// Notes that `tenant` is about to be paused for another. This is noted before the pause, so that the tenant is resumed even
+    /// if the pausing process dies.
     pub fn is_leaving(&mut self, tenant: &TenantName) {
         self.at(tenant).is_displaced = true;
     }
 
-    /// `tenant` was to be paused for another, which failed with `why` after `took_us`. For how long it is not asked again is returned as one line: for as
-    /// long as that took, twice as long after each that follows, and ten times as long, or a minute, at most. So one that never goes is stopped
-    /// for less than a tenth of the time.
+    /// Notes that a pause of `tenant` for another failed with `why` after `took_us`. Returns one line that says for how long no
+    /// pause is tried again. That time is first as long as the try, and doubles after each further failure. It is at most ten
+    /// times as long as the try, or a minute. So a tenant whose pauses always fail is stopped for less than a tenth of the time.
     pub fn refused(&mut self, tenant: &TenantName, why: &str, took_us: u64, now_us: u64) -> String {
         self.changed_us = now_us;
         let what = format!("'{tenant}' could not be paused");
         Refusal::note(&mut self.at(tenant).refusal, &what, why, took_us, now_us)
     }
 
-    /// The same of its contexts, which were to leave.
+    /// Notes the same of a failure to remove its contexts.
     pub fn kept_contexts(
         &mut self,
         tenant: &TenantName,
@@ -211,12 +213,12 @@ impl History {
         Refusal::note(&mut self.at(tenant).keeps_contexts, &what, why, took_us, now_us)
     }
 
-    /// `tenant` is away because somebody said so by name.
+    /// Notes that `tenant` was paused by name.
     pub fn stays_away(&mut self, tenant: &TenantName) {
         self.at(tenant).is_displaced = false;
     }
 
-    /// `tenant` has its GPUs, and did not before.
+    /// Notes that `tenant` has got its GPUs.
     pub fn came(&mut self, tenant: &TenantName, now_us: u64) {
         let past = self.at(tenant);
         past.came_us = Some(now_us);
@@ -225,7 +227,8 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// Others made room for `tenant`, which had its GPUs already: its quantum begins again here, or they would be back immediately.
+    /// Notes that others were paused for `tenant`, which had its GPUs already. Its quantum begins again, or the others would be
+    /// resumed immediately.
     pub fn got_more(&mut self, tenant: &TenantName, scene: &Scene, now_us: u64) {
         let standing = scene.tenants.get(tenant);
         let weight = standing.map_or(1, |standing| standing.weight.get());
@@ -239,7 +242,8 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// A process of `tenant` begins a turn. `has_turn`: another one is in it already, and it goes on.
+    /// Notes that a process of `tenant` begins a turn. If `has_turn`, another process is in the turn already, and that turn goes
+    /// on.
     pub fn began_turn(&mut self, tenant: &TenantName, has_turn: bool, now_us: u64) {
         let past = self.at(tenant);
         if !has_turn || past.turn_us.is_none() {
@@ -248,7 +252,8 @@ impl History {
         self.changed_us = now_us;
     }
 
-    /// A tenant that runs in `scene` is not away; one that does not run could be paused, and one whose contexts are away could do without.
+    /// Notes what `scene` shows: a tenant that runs is not displaced, a tenant that does not run could be paused, and contexts
+    /// that are away could leave.
     pub fn note_back(&mut self, scene: &Scene) {
         for (name, past) in &mut self.tenants {
             let mut tenants = scene.tenants.iter();

@@ -1,4 +1,4 @@
-//! The state of tenants and GPUs at one moment, and those that wait.
+//! The state of tenants and GPUs at one moment, and the processes that wait.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,61 +8,61 @@ use tenants::class::{Class, Weight};
 use tenants::coordinator::ProcessBytes;
 use tenants::identity::TenantName;
 
-/// Tenants, GPUs, and who waits.
+/// Tenants, GPUs, and the processes that wait.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scene {
-    /// Free bytes of each GPU, by its machine-wide name. One that is not here is as if it were full.
+    /// Free bytes of each GPU, by its machine-wide name. A GPU without an entry counts as full.
     pub free_bytes: BTreeMap<String, u64>,
-    /// All bytes of each GPU, where that is known.
+    /// Total bytes of each GPU, if they are known.
     pub total_bytes: BTreeMap<String, u64>,
     /// All tenants that have a process.
     pub tenants: BTreeMap<TenantName, Standing>,
-    /// Tenants with processes that do not answer for now, wholly or in part: what they hold is not known.
+    /// Tenants of which at least one process does not answer now. The memory that they hold is not known.
     pub unheard: BTreeSet<TenantName>,
-    /// Tenants that are being paused or resumed: what they hold is free in a moment, or theirs to give.
+    /// Tenants that are being paused or resumed. Soon their memory is free, or a pause can free it.
     pub moving: BTreeSet<TenantName>,
-    /// Tenants that did not come for want of memory, though they fit by all figures.
+    /// Tenants whose resume failed for lack of memory, although the figures say that they fit.
     pub short: BTreeSet<TenantName>,
-    /// Those that wait, in the order in which they came. A tenant that waits in several processes is here as often.
+    /// The processes that wait, in the order in which they came. A tenant has one entry for each of its waiting processes.
     pub waiting: Vec<Waiting>,
 }
 
 /// One tenant.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// Its rank among the others.
+    /// Its rank among the tenants.
     pub class: Class,
     /// The number of quanta that it has at a time.
     pub weight: Weight,
-    /// Does it run? One that is paused holds nothing but what a pause leaves in place.
+    /// Does it run? A paused tenant holds only the memory that a pause leaves in place.
     pub is_active: bool,
     /// Its memory, by GPU.
     pub held: BTreeMap<String, Held>,
-    /// The memory of its processes, on a GPU or off it, by GPU.
+    /// The memory of each of its processes, on a GPU or off it, by GPU.
     pub processes: BTreeMap<String, Vec<ProcessBytes>>,
-    /// Is a process of it in its turn?
+    /// Is one of its processes in a turn?
     pub has_turn: bool,
-    /// Does it come back by itself when it was paused for another? Who does not is paused by order, or for a turn, alone.
+    /// Is it resumed automatically after a pause for another tenant? If not, only orders and turns may pause it.
     pub comes_back: bool,
-    /// Since when it has launched nothing and its streams are empty, where that is known, in microseconds of the clock.
+    /// The time since which it has launched nothing and its streams are empty, if known, in microseconds of the clock.
     pub idle_since_us: Option<u64>,
-    /// The time that switching it takes.
+    /// The time that a switch of it takes.
     pub cost: Cost,
     /// The contexts of its processes, which a pause of memory alone leaves on its GPUs.
     pub contexts: Contexts,
 }
 
-/// The bytes that the contexts of one process may take of a GPU.
+/// The most bytes of a GPU that the contexts of one process may use.
 pub(super) const CONTEXT_BYTES: u64 = 1 << 30;
 
 /// The contexts of one tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contexts {
-    /// The number of processes that have some.
+    /// The number of its processes that have contexts.
     pub processes: u64,
-    /// May they leave in turns, and are they there?
+    /// May the contexts leave in turns, and are they on the GPUs?
     pub may_leave: bool,
-    /// Are some away, by a deep pause?
+    /// Has a deep pause removed some of them?
     pub are_away: bool,
 }
 
@@ -71,43 +71,43 @@ pub struct Contexts {
 pub struct Held {
     /// Blocks that the application caches and does not use.
     pub cached_bytes: u64,
-    /// Given up: it comes back with undefined contents.
+    /// Memory whose contents a pause discards: after the resume they are undefined.
     pub discarded_bytes: u64,
-    /// As host memory still has it.
+    /// Memory whose contents host memory still has from before.
     pub unchanged_bytes: u64,
-    /// To be copied.
+    /// Memory whose contents a pause must copy.
     pub copied_bytes: u64,
-    /// Not there now; a resume of the whole tenant takes it.
+    /// Memory that is not on the GPU now. A resume of the whole tenant needs it.
     pub away_bytes: u64,
 }
 
 impl Held {
-    /// Returns the bytes that a pause gives back.
+    /// Returns the bytes that a pause frees.
     pub fn given_bytes(self) -> u64 {
         let kept = self.unchanged_bytes.saturating_add(self.copied_bytes);
         self.cached_bytes.saturating_add(self.discarded_bytes).saturating_add(kept)
     }
 }
 
-/// The times that a tenant's last pause and resume took, or would take, in microseconds.
+/// The times of a tenant's last pause and resume, measured or guessed, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// To leave.
+    /// The time of the pause.
     pub pause_us: u64,
-    /// To come back.
+    /// The time of the resume.
     pub resume_us: u64,
-    /// Has it been paused before? Else the times are a guess, by its bytes.
+    /// Are the times measured? Before the first pause they are a guess, by the tenant's bytes.
     pub is_measured: bool,
 }
 
 impl Cost {
-    /// Both ways.
+    /// Returns the time of a pause and a resume together.
     pub fn both_us(self) -> u64 {
         self.pause_us.saturating_add(self.resume_us)
     }
 }
 
-/// One who waits for its tenant to have its GPUs, or more memory there.
+/// A process that waits for its tenant to get its GPUs, or more memory there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// The tenant.
@@ -120,18 +120,18 @@ pub struct Waiting {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wish {
-    /// A person's order: it goes before all others, and only a turn that somebody is in holds it up.
+    /// A person's order. It goes before all others. Only a tenant that is in a turn holds it up.
     Order,
     /// A turn.
     #[default]
     Turn,
     /// A resume, in its place among the others.
     Resume,
-    /// To be back, after it was paused for another.
+    /// The resume of a tenant that was paused for another.
     Back,
-    /// So many bytes more, by GPU, which an allocation did not get.
+    /// The bytes that an allocation did not get, by GPU.
     Memory(BTreeMap<String, u64>),
-    /// A context on this GPU. What it takes nobody knows before.
+    /// A context on this GPU. Its size is not known before.
     Context(String),
 }
 
@@ -141,7 +141,7 @@ impl Wish {
         *self == Self::Order
     }
 
-    /// Do only those make way for it that come back by themselves? No command or call wants it.
+    /// Does it pause only tenants that are resumed automatically? It does if it is no order, turn or resume.
     pub fn spares_others(&self) -> bool {
         match self {
             Self::Back | Self::Memory(_) | Self::Context(_) => true,
@@ -149,18 +149,18 @@ impl Wish {
         }
     }
 
-    /// Returns the bytes that it takes in addition to the tenant's own memory, by GPU.
+    /// Returns the bytes that it needs in addition to the tenant's own memory, by GPU.
     pub fn bytes(&self) -> impl Iterator<Item = (&str, u64)> {
         let bytes = if let Self::Memory(bytes) = self { Some(bytes) } else { None };
         bytes.into_iter().flatten().map(|(gpu, bytes)| (gpu.as_str(), *bytes))
     }
 
-    /// The GPU that it wants a context on.
+    /// Returns the GPU on which it wants a context.
     pub fn context(&self) -> Option<&str> {
         if let Self::Context(gpu) = self { Some(gpu) } else { None }
     }
 
-    /// In a word.
+    /// Returns its name, one word.
     pub fn label(&self) -> &'static str {
         match self {
             Self::Order => "order",
@@ -174,7 +174,7 @@ impl Wish {
 }
 
 impl Waiting {
-    /// The GPUs that it is about: all of its tenant's, or where that runs, those that it wants more of.
+    /// Returns the GPUs that it is about: all of its tenant's. If the tenant runs and wants more memory, only those with more.
     pub fn gpus<'a>(&'a self, standing: &'a Standing) -> impl Iterator<Item = &'a str> {
         let more = || self.wish.bytes().map(|(gpu, _)| gpu).chain(self.wish.context());
         let only_more = standing.is_active && more().next().is_some();
@@ -184,7 +184,7 @@ impl Waiting {
 }
 
 impl Standing {
-    /// The GPUs that it has memory on, or had.
+    /// Returns the GPUs on which it has memory, or had some before its pause.
     pub fn gpus(&self) -> impl Iterator<Item = &str> {
         let has = |held: &Held| held.away_bytes > 0 || held.given_bytes() > 0;
         self.held.iter().filter(move |(_, held)| has(held)).map(|(gpu, _)| gpu.as_str())
@@ -195,7 +195,7 @@ impl Standing {
         self.held.values().fold(0, |all, held| all.saturating_add(held.copied_bytes))
     }
 
-    /// Returns the bytes that it takes on each GPU until it runs, with those that `wish` adds.
+    /// Returns the bytes that it needs on each GPU to run, and those that `wish` adds.
     pub fn lacks<'a>(&'a self, wish: &'a Wish) -> BTreeMap<&'a str, u64> {
         let away = self.held.iter().filter(|_| !self.is_active);
         let mut lacks: BTreeMap<&str, u64> =
@@ -207,13 +207,13 @@ impl Standing {
         lacks
     }
 
-    /// Returns the bytes that its contexts may take on each of its GPUs on its way back.
+    /// Returns the bytes that its contexts may use on each of its GPUs after a resume.
     pub(super) fn margin_bytes(&self) -> u64 {
         let Contexts { processes, are_away, .. } = self.contexts;
         if are_away { processes.saturating_mul(CONTEXT_BYTES) } else { 0 }
     }
 
-    /// Returns the bytes that a pause gives back on this GPU.
+    /// Returns the bytes that a pause frees on this GPU.
     pub fn given_bytes(&self, gpu: &str) -> u64 {
         self.held.get(gpu).map_or(0, |held| held.given_bytes())
     }

@@ -1,4 +1,4 @@
-//! The choice of those that make way, where several could: the least that suffices.
+//! The choice of the tenants that are paused for another, if several could be: the least that suffices.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -6,23 +6,23 @@ use std::collections::BTreeMap;
 use tenants::class::Class;
 use tenants::identity::TenantName;
 
-/// A tenant that could make way.
+/// A tenant that could be paused.
 #[derive(Clone, Debug)]
 pub(super) struct Candidate<'a> {
     pub(super) tenant: &'a TenantName,
     pub(super) class: Class,
-    /// Does it launch nothing? Then its pause holds nobody up.
+    /// Does it launch nothing? Then its pause delays no work.
     pub(super) is_idle: bool,
-    /// By how many of its quanta it has had more than the tenant that had least.
+    /// The time that it had beyond the tenant with the least time, in its quanta.
     pub(super) over_quanta: u64,
     /// The bytes that its pause would copy.
     pub(super) copied_bytes: u64,
-    /// The bytes that its pause gives back, by GPU.
+    /// The bytes that its pause frees, by GPU.
     pub(super) gives: BTreeMap<&'a str, u64>,
 }
 
-/// The price of a choice; less is better. Tenants at work count first, and the more the higher their class. The classes
-/// of those that are idle come next. Then come what one has had beyond its share, and the bytes to be copied.
+/// The price of a choice; less is better. Tenants at work count first, and higher classes count more. Next are the classes of
+/// idle tenants. Then come the time beyond a tenant's share, and the bytes to be copied.
 type Price = ([usize; 2], bool, [usize; 2], Reverse<u64>, u64, usize);
 
 fn price(chosen: &[&Candidate<'_>]) -> Price {
@@ -52,9 +52,9 @@ fn suffices(chosen: &[&Candidate<'_>], short: &BTreeMap<&str, u64>) -> bool {
     })
 }
 
-/// Those of `candidates` that are to make way so that `short` is free on each GPU; none where all of them do not suffice.
+/// Returns the `candidates` to pause so that `short` is free on each GPU; none if all of them together do not suffice.
 ///
-/// Looked at are each alone, and the cheapest one after the other without those that turn out not to be needed.
+/// It tries each candidate alone. It also adds the cheapest ones until they suffice, and then removes those that are not needed.
 pub(super) fn choose<'a>(
     candidates: &[Candidate<'a>],
     short: &BTreeMap<&str, u64>,

@@ -21,7 +21,7 @@ fn laid_out(holdings: &[Holding]) -> WriteOut {
     WriteOut::laid_out(holdings, DiskFile::full()).0
 }
 
-/// Of which allocation each piece is, where in it, and where in the file.
+/// Returns the allocation of each piece, its offset there, and its offset in the file.
 fn pieces(out: WriteOut) -> Vec<(usize, Range<u64>, u64)> {
     out.left.into()
 }

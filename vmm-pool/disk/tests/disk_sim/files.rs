@@ -1,4 +1,4 @@
-//! Contents that go to a file.
+//! Tests of contents that a pause saves to a file.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -19,12 +19,12 @@ use crate::stage::{
     holds, map, node, pattern, pause, pool, resume, write,
 };
 
-/// All host memory that contents in files take.
+/// The size of all host memory that contents in files need.
 const RING_BYTES: u64 = 256 << 20;
-/// What a pause looks at as a whole.
+/// The size of the pieces that get one fingerprint each.
 const PIECE: u64 = 64 << 10;
 
-/// A pool whose file goes to a directory of its own.
+/// Makes a pool whose file is in a directory of its own.
 fn filing_pool(node: &SimNode) -> (SimPool, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a directory");
     let pool = pool(node);
@@ -32,7 +32,7 @@ fn filing_pool(node: &SimNode) -> (SimPool, tempfile::TempDir) {
     (pool, dir)
 }
 
-/// Memory with contents of its own.
+/// Makes memory with contents of its own.
 fn filled(pool: &SimPool, device: DeviceOrdinal, units: u64, class: Class, seed: u64) -> VaRange {
     let handle = create(pool, device, units, class);
     let range = map(pool, handle, units * UNIT, &[AccessDesc::read_write(device)]);
@@ -57,7 +57,7 @@ fn open_files(dir: &Path) -> Vec<PathBuf> {
     by_inode.collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// Disk space of the one open file in `dir`.
+/// Returns the disk space of the only open file in `dir`.
 fn disk_bytes(dir: &Path) -> u64 {
     let files = open_files(dir);
     assert_eq!(files.len(), 1, "{files:?}");
@@ -134,7 +134,7 @@ fn what_comes_back_first_gives_its_disk_back_first() {
     assert!(holds(&pool, DEVICE, first, pattern(1)) && holds(&pool, DEVICE, third, pattern(3)));
     assert_eq!(pool.report().file_bytes, 8 * UNIT);
     assert!(disk_bytes(dir.path()) <= all - 16 * UNIT, "a hole and a shorter file");
-    // What leaves with it takes the gap, and another directory waits for an empty file.
+    // Memory that leaves with it gets the gap, and another directory counts only after the file is empty.
     let other = tempfile::tempdir().expect("a directory");
     pool.host_memory().set_file_dir(other.path().to_owned());
     pause(&pool);
@@ -214,7 +214,7 @@ fn a_place_made_for_contents_stays_until_its_zeros_are_made_too() {
     let range = filled(&pool, DEVICE, 1, tagged("weights"), 1);
     let zeros = VaRange::new(range.start, UNIT - PIECE);
     write(&pool, DEVICE, zeros, [0; 16]);
-    // A pause can look at it, and a resume cannot write it there.
+    // A pause can read it, and a resume cannot write it there.
     let read_only = AccessDesc { flags: 1, ..AccessDesc::read_write(DEVICE) };
     pool.set_access(range, &[read_only]).expect("access");
     pause(&pool);
@@ -319,7 +319,7 @@ fn a_byte_that_has_changed_in_the_file_fails_the_resume_before_anything_is_hande
     for device in [DEVICE, OTHER] {
         assert_eq!(free_bytes(&pool, device), CAPACITY_BYTES);
     }
-    // Readers of it are told, whatever part of the block they ask for; readers of others read.
+    // Readers of any part of the block get an error. Readers of other blocks succeed.
     let mut bytes = [0; 16];
     let wrong = DeviceAddress(second.start.0 + 2 * UNIT + 8);
     let unread = pool.saved().read(wrong, &mut bytes);
@@ -360,7 +360,7 @@ fn pieces_that_begin_and_end_anywhere_come_back_beside_those_that_go_past_the_ca
 fn a_directory_on_a_disk_that_is_read_only_is_named_and_nothing_moves() {
     let (pool, _dir) = filing_pool(&node());
     let range = filled(&pool, DEVICE, 2, tagged("weights"), 7);
-    // The kernel's own files can be written by nobody in this way.
+    // Nobody can write the kernel's own files in this way.
     pool.host_memory().set_file_dir("/proc".into());
     pool.drain();
     let calls = pool.driver().faults().calls_total();
@@ -389,12 +389,12 @@ fn copies_that_fail_give_disk_and_ring_back() {
     }
 }
 
-/// The directory that a process of ours was given, when this is one.
+/// The directory that this test's own child process was given, if this is that process.
 fn given_dir() -> Option<PathBuf> {
     std::env::var_os("SUBLET_TEST_FILE_DIR").map(PathBuf::from)
 }
 
-/// This program again, for one test, in a process of its own.
+/// Starts this program again, for one test, in a process of its own.
 fn again(test: &str, dir: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", test, "--nocapture"]).env("SUBLET_TEST_FILE_DIR", dir);
@@ -431,7 +431,7 @@ fn nothing_is_left_of_a_process_that_was_killed_while_paused() {
         pause(&pool);
         let mut output = std::io::stdout();
         output.write_all(b"paused\n").and_then(|()| output.flush()).expect("the other end");
-        // Until it is killed, or the other end is gone.
+        // Blocks until this process is killed, or the other end is closed.
         let _end = std::io::stdin().read_line(&mut String::new());
         return;
     }

@@ -1,4 +1,5 @@
-//! Contents in files over the simulated driver: they go there in a pause, or to make room, and come back; and named files of them.
+//! Contents in files over the simulated driver: a pause saves them there, or they move there to make room, and a resume
+//! restores them. Also named files of contents.
 
 #![expect(
     clippy::expect_used,

@@ -1,4 +1,4 @@
-//! Saved contents that make room in host memory: they go to the file, and come back from there.
+//! Tests of saved contents that move to the file to make room in host memory, and are restored from there.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -15,13 +15,13 @@ use crate::stage::{
 };
 
 const CHUNK: u64 = 256 << 20;
-/// Two of these are more than one chunk holds.
+/// The size of an allocation. Two of this size do not fit into one chunk.
 const LARGE: u64 = 65;
 const SMALL: u64 = 2;
 
 const WAIT: Duration = Duration::from_mins(1);
 
-/// No step takes so long.
+/// A time that no step needs.
 fn later() -> Instant {
     Instant::now() + Duration::from_hours(1)
 }
@@ -59,12 +59,12 @@ fn assert_holds(pool: &SimPool, ranges: [VaRange; 2]) {
 fn contents_go_to_the_file_step_by_step_and_come_back_from_there() {
     let (pool, _dir) = a_pool();
     let ranges = two(&pool, LARGE);
-    // What passes to and from the file takes a chunk, which stays.
+    // The ring between the devices and the file needs a chunk, which stays.
     for ring_bytes in [0, CHUNK] {
         pause(&pool);
         assert_eq!(pool.report().host_arena_bytes, 2 * CHUNK + ring_bytes);
         assert_eq!(pool.host_memory().movable_bytes(), 2 * LARGE * UNIT);
-        // What lies last goes first, one allocation at least.
+        // The last contents in host memory move first, and one allocation at least.
         let first = pool.host_memory().spill(1, later(), &|| false).expect("room on the disk");
         let half = LARGE * UNIT;
         assert_eq!(first, Spilled { moved_bytes: half, given_back_bytes: CHUNK, left_bytes: half });
@@ -97,7 +97,7 @@ fn nothing_of_before_is_taken_for_unchanged_after_it() {
     let ranges = two(&pool, SMALL);
     pause(&pool);
     resume(&pool);
-    // Now all of it is as in the copies.
+    // Now all contents equal the copies.
     pause(&pool);
     pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room on the disk");
     resume(&pool);
@@ -130,14 +130,14 @@ fn what_somebody_reads_in_place_stays_there_and_what_nothing_is_given_back_for()
     pause(&pool);
     let first = VaRange::new(ranges[1].start, 16);
     let place = pool.saved().at(first).expect("in host memory");
-    // The chunk that both lie in stays.
+    // The chunk with both allocations stays.
     assert_eq!(pool.host_memory().movable_bytes(), 0);
     let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("nothing");
     assert_eq!(spilled, Spilled::default());
     assert_eq!(pool.saved().at(first), Ok(place));
     resume(&pool);
     assert_holds(&pool, ranges);
-    // The next time it may.
+    // The next time it may move.
     pause(&pool);
     let spilled = pool.host_memory().spill(u64::MAX, later(), &|| false).expect("room");
     assert_eq!(spilled.moved_bytes, 2 * SMALL * UNIT);
@@ -236,7 +236,7 @@ fn what_is_called_off_ends_between_two_allocations_and_all_contents_are_somewher
     let ranges = two(&pool, LARGE);
     pause(&pool);
     let bytes = LARGE * UNIT;
-    // Asked once before each 64 MiB, and where one was not written.
+    // Called once before each 64 MiB, and once if an allocation was not written.
     for (asked_max, moved_bytes) in [(0, 0), (bytes.div_ceil(64 << 20), bytes)] {
         let asked = Cell::new(0_u64);
         let is_called_off = || asked.replace(asked.get() + 1) >= asked_max;
@@ -332,7 +332,7 @@ fn what_is_paged_is_no_saved_contents_of_a_process_that_runs() {
         let saved = holdings.into_iter().filter(|holding| holding.saved_bytes() > 0);
         saved.map(|holding| holding.is_resident).collect::<Vec<_>>()
     };
-    // The pager may write there at any moment.
+    // The pager may write to that place at any moment.
     assert_eq!(saved(Stance::Runs), [true; 0]);
     assert_eq!(saved(Stance::StandsStill), [false]);
     pause(&pool);

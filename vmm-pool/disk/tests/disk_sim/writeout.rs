@@ -1,4 +1,4 @@
-//! Saved contents written to files with names.
+//! Tests of saved contents that are written to named files.
 
 use std::fs::{File, read};
 use std::process::Command;
@@ -35,7 +35,8 @@ fn of_tag(tag: &str) -> Class {
     Class { library: "test", tag: tag.to_owned(), contents: Contents::Keep }
 }
 
-/// Writes all that `holdings` have saved, a piece at a time; returns the file, and how often it took up the work.
+/// Writes all saved contents of `holdings`, a piece at a time. Returns the file, and the number of calls that this
+/// needed.
 fn write_all(pool: &SimPool, holdings: &[Holding]) -> (Vec<u8>, Vec<Option<Written>>, usize) {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("data");
@@ -107,7 +108,7 @@ fn what_is_saved_is_written_and_stays_saved() {
 fn of_memory_on_its_device_contents_are_saved_only_while_the_process_stands_still() {
     let pool = pool(&node());
     let (_, range) = filled(&pool, DEVICE, 2, class(Contents::Keep), 4);
-    // A pause that stops short of the release.
+    // A pause that ends before the release.
     pool.save(&WHOLE, UNLIMITED).expect("saving");
     let saved = |standing| pool.holdings().inventory(standing)[0].saved_bytes();
     assert_eq!((saved(Stance::StandsStill), saved(Stance::Runs)), (2 * UNIT, 0));
@@ -117,7 +118,7 @@ fn of_memory_on_its_device_contents_are_saved_only_while_the_process_stands_stil
     drop(pool.commit_resume());
     assert!(holds(&pool, DEVICE, range, pattern(4)));
 
-    // A resume that stops short of its end.
+    // A resume that ends before its commit.
     pause(&pool);
     pool.create_own(&WHOLE).expect("memory");
     let (file, written, _) = write_all(&pool, &pool.holdings().inventory(Stance::StandsStill));

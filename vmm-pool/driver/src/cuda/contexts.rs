@@ -1,5 +1,5 @@
-//! The context that the driver is called in, what becomes of our references to it, and our own kernel in it. The kernel
-//! takes fingerprints. The driver compiles it for a device when it is first needed.
+//! The context that the driver is called in, the end of our references to it, and our own kernel in it. The kernel takes
+//! fingerprints. The driver compiles it for a device when it is first needed.
 
 #![expect(unsafe_code, reason = "calls the CUDA driver")]
 
@@ -22,14 +22,15 @@ impl CudaDriver {
         self.contexts.get(index).ok_or(invalid)
     }
 
-    /// The context of the application's own to work in on `device`, which has no primary one.
+    /// Returns the application's own context to work in on `device`, if there is no primary one.
     pub(super) fn stand_in(&self, device: DeviceOrdinal) -> DriverResult<Option<RawContext>> {
         if !self.retained(device)?.load(Ordering::Acquire).is_null() {
             return Ok(None);
         }
         let Some(own) = (self.own_context)(device) else { return Ok(None) };
         let place = usize::try_from(device.0).ok().and_then(|index| self.stands_in.get(index));
-        // Streams of a step are of the context that it began in, also if there is a primary one by now.
+        // The streams of a step belong to the context in which the step began. A primary context that was made since does not
+        // change that.
         let is_used = place.is_some_and(|place| place.load(Ordering::Acquire) == own.0);
         if !is_used && self.has_primary_context(device).unwrap_or(true) {
             return Ok(None);
@@ -40,7 +41,7 @@ impl CudaDriver {
         Ok(Some(own))
     }
 
-    /// Kernels that are loaded in another context than the one to work in are loaded again.
+    /// Makes the kernels load again if they are loaded in another context than the one to work in.
     pub(super) fn settle_kernels(&self, device: DeviceOrdinal) -> DriverResult<()> {
         let now = self.stand_in(device)?.map_or(0, |own| own.0);
         // The device is one of these: its context has just been looked at.
@@ -51,7 +52,7 @@ impl CudaDriver {
         Ok(())
     }
 
-    /// Says that the application has ended a context of its own, and with it what was loaded there.
+    /// Records that the application has ended a context of its own, with everything loaded there.
     #[doc(alias = "cuCtxDestroy")]
     pub fn own_context_ended(&self, context: RawContext) {
         for (device, known) in (0..).zip(&self.kernels_in) {
@@ -74,7 +75,8 @@ impl CudaDriver {
         let empty = std::ptr::null_mut();
         match retained.compare_exchange(empty, context, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(context),
-            // Another thread has retained it meanwhile. A reference too many would keep the context when it is let go.
+            // Another thread has retained the context meanwhile. A second reference would keep the context alive when it is
+            // released.
             Err(known) => {
                 // SAFETY: gives up the reference that was just taken, and no other.
                 let code = unsafe { (self.table.primary_context_release)(device.0) };
@@ -84,8 +86,8 @@ impl CudaDriver {
         }
     }
 
-    /// Gives back our reference to the primary context of `device`, if there is one: the application has given back what
-    /// may be its last. The next use retains the context again.
+    /// Gives back our reference to the primary context of `device`, if there is one. The application has given back what may be
+    /// its last reference. The next use retains the context again.
     ///
     /// # Errors
     /// The error that the driver returned.
@@ -101,8 +103,8 @@ impl CudaDriver {
         check(DriverOp::PrimaryContextRelease, code)
     }
 
-    /// Says that the application has reset the primary context of `device`, and with it all references to it: the next
-    /// use retains it again.
+    /// Records that the application has reset the primary context of `device`, with all references to it. The next use retains
+    /// it again.
     #[doc(alias = "cuDevicePrimaryCtxReset")]
     pub fn primary_context_was_reset(&self, device: DeviceOrdinal) {
         self.kernels.forget(device);
@@ -134,9 +136,9 @@ driver_table! {
 
 /// The kernel on all devices.
 pub(super) struct Kernels {
-    /// None where the driver has not all that it takes.
+    /// `None` where the driver lacks a function that the kernel needs.
     calls: Option<Calls>,
-    /// Of each device; null where it is not loaded.
+    /// The function for each device; null where it is not loaded.
     functions: [AtomicPtr<c_void>; DEVICES_MAX],
 }
 
@@ -146,20 +148,20 @@ impl Kernels {
         Self { calls: Calls::look_up(find).ok(), functions: std::array::from_fn(none) }
     }
 
-    /// That of one device.
+    /// Returns the entry of one device.
     fn of(&self, device: DeviceOrdinal) -> Option<&AtomicPtr<c_void>> {
         self.functions.get(usize::try_from(device.0).ok()?)
     }
 
-    /// The primary context of `device` has ended, or may, and what was loaded there with it.
+    /// Forgets the kernel of `device`: its primary context has ended, or may end, with everything loaded there.
     pub(super) fn forget(&self, device: DeviceOrdinal) {
         if let Some(known) = self.of(device) {
             known.store(std::ptr::null_mut(), Ordering::Release);
         }
     }
 
-    /// The kernel of `device`, whose primary context is current: to load it takes its time. Memory that the driver takes
-    /// for it stays until that context ends.
+    /// Returns the kernel of `device`, whose primary context is current. Loading it takes some time. The memory that the driver
+    /// takes for it stays until that context ends.
     fn loaded(&self, calls: &Calls, device: DeviceOrdinal) -> DriverResult<*mut c_void> {
         let invalid = DriverError { op: DriverOp::ModuleLoad, code: DriverCode::INVALID_DEVICE };
         let known = self.of(device).ok_or(invalid)?;
@@ -179,7 +181,7 @@ impl Kernels {
         Ok(function)
     }
 
-    /// Returns the address at which a device finds host memory. Memory that is not pinned is refused.
+    /// Returns the address at which a device reaches host memory. Memory that is not pinned is refused.
     fn seen_by_device(calls: &Calls, host: *mut c_void) -> DriverResult<u64> {
         let mut at = 0_u64;
         // SAFETY: `at` is a valid out-pointer; the host's memory is not touched.

@@ -1,14 +1,15 @@
-//! Host memory that the host and devices of several processes share, of files in memory instead of the driver's allocator.
+//! Host memory that the host and the devices of several processes share. It comes from files in memory instead of the driver's
+//! allocator.
 //!
-//! Driver 580 does not bring a process back from a checkpoint that holds host memory of `cuMemCreate`: its restore fails with 801. It does bring back one
-//! whose memory is a file that is mapped and registered by `cuMemHostRegister`. Threads of the host may use that at any time, also while
-//! the process is frozen. A device uses the host's addresses for such memory if it says so
-//! (`CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`).
+//! Driver 580 cannot restore a process from a checkpoint that holds host memory of `cuMemCreate`: the restore fails with 801.
+//! It can restore a process whose memory is a file that is mapped, and registered by `cuMemHostRegister`. Threads of the host
+//! may use such memory at any time, also while the process is frozen. A device uses the host's addresses for it if the device
+//! says so (`CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`).
 //!
-//! The driver's reservations are no place for it, so a file is mapped and registered as its addresses are reserved. If that fails, nobody has
-//! seen the file yet.
+//! Such a file cannot be mapped in the driver's reservations. So it is mapped and registered when its addresses are reserved.
+//! If that fails, nobody has seen the file yet.
 //!
-//! A file has one page more than its memory. The page says what the file is, and nobody maps it.
+//! A file has one page more than its memory. That page says what the file is, and nobody maps it.
 
 #![expect(unsafe_code, reason = "maps files at addresses that it has reserved")]
 
@@ -39,11 +40,12 @@ use sublet_sync::sync::lock;
 
 const HOST_REGISTER_DEVICE_MAP: c_uint = 2;
 const PAGE_BYTES: u64 = 4096;
-/// Each file has a descriptor for as long as it lives, here and where it is imported. The driver's own memory has none.
+/// The share of the process's descriptors that files may use. Each file has a descriptor while it lives, here and where it is
+/// imported. The driver's own memory has none.
 const SHARE_OF_DESCRIPTORS: u64 = 4;
 const MAGIC: [u8; 16] = *b"sublet host file";
 
-/// The result that a call of the driver's would return.
+/// The result that a driver call would return.
 type Coded<T> = Result<T, DriverCode>;
 
 #[derive(Debug)]
@@ -56,12 +58,12 @@ struct HostFile {
 /// Addresses that were reserved here.
 #[derive(Clone, Copy, Debug)]
 struct HostRange {
-    /// The only one that may be mapped there.
+    /// The only handle that may be mapped there.
     handle: RawHandle,
     size_bytes: u64,
-    /// Is the file there?
+    /// Is the file mapped there?
     is_attached: bool,
-    /// Does the driver know of it?
+    /// Is the range registered with the driver?
     is_registered: bool,
     /// Has the caller mapped it?
     is_mapped: bool,
@@ -80,7 +82,7 @@ struct Tables {
     places: BTreeMap<u64, HostRange>,
 }
 
-/// The files of a process, and where they are mapped.
+/// The files of a process, and the addresses where they are mapped.
 #[derive(Debug, Default)]
 pub(super) struct HostFiles(Mutex<Tables>);
 
@@ -102,10 +104,10 @@ fn pointer(start: u64) -> Coded<NonNull<libc::c_void>> {
     Ok(NonNull::with_exposed_provenance(address(start)?))
 }
 
-/// Gives addresses back to the kernel that are ours, and that nobody has any more.
+/// Gives addresses of ours back to the kernel. Nobody uses them any more.
 fn give_back(start: u64, size_bytes: u64) -> Coded<()> {
     let (start, size) = (pointer(start)?, length(size_bytes)?);
-    // SAFETY: nothing is mapped there but what holds the place.
+    // SAFETY: nothing is mapped there but the reservation itself.
     unsafe { munmap(start, size.get()) }.map_err(out_of_memory)
 }
 
@@ -113,12 +115,12 @@ fn seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
-/// A process would be killed by a signal if it made a larger file.
+/// Is the size within the process's limit? A signal would kill the process if it made a larger file.
 fn is_file_allowed(size_bytes: u64) -> bool {
     getrlimit(Resource::RLIMIT_FSIZE).is_ok_and(|(most, _)| size_bytes <= most)
 }
 
-/// Has the process descriptors to spare? The kernel gives out the lowest number that is free.
+/// Has the process descriptors to spare? The kernel gives out the lowest free number.
 fn is_number_low(fd: &impl AsRawFd) -> bool {
     let number = u64::try_from(fd.as_raw_fd()).unwrap_or(u64::MAX);
     getrlimit(Resource::RLIMIT_NOFILE).is_ok_and(|(most, _)| number < most / SHARE_OF_DESCRIPTORS)
@@ -138,12 +140,12 @@ impl HostFile {
         file.set_len(size_bytes + PAGE_BYTES).map_err(failed)?;
         file.write_all_at(&MAGIC, size_bytes).map_err(failed)?;
         file.write_all_at(&node.to_le_bytes(), size_bytes + MAGIC.len() as u64).map_err(failed)?;
-        // A process that maps it can rely on its size.
+        // A process that maps the file can rely on its size.
         fcntl(&file, FcntlArg::F_ADD_SEALS(seals()))?;
         Ok(Self { file: file.into(), size_bytes, node })
     }
 
-    /// The file that `fd` is, if it is one. Nothing is read of other descriptors.
+    /// Returns the host file that `fd` refers to, if it is one. Reads nothing from other descriptors.
     fn of(fd: BorrowedFd<'_>) -> Option<Self> {
         if fcntl(fd, FcntlArg::F_GET_SEALS).ok()? != seals().bits() {
             return None;
@@ -174,7 +176,7 @@ impl HostFiles {
         lock(&self.0).files.get(&handle).cloned().ok_or(DriverCode::INVALID_VALUE)
     }
 
-    /// Memory of zeros, preferably on the node that `prop` names.
+    /// Creates memory of zeros, preferably on the node that `prop` names.
     pub(super) fn create(&self, size_bytes: u64, prop: &AllocationProp) -> Coded<RawHandle> {
         let is_meant = prop.location.kind == LocationKind::HOST_NUMA
             && prop.requested_handle_types == HANDLE_TYPE_POSIX_FD;
@@ -186,12 +188,12 @@ impl HostFiles {
             .map_err(out_of_memory)
     }
 
-    /// The memory that `fd` is, if it is a file of this kind.
+    /// Returns a handle for the memory of `fd`, if that is a file of this kind.
     pub(super) fn import(&self, fd: BorrowedFd<'_>) -> Option<RawHandle> {
         HostFile::of(fd).map(|file| self.add(file))
     }
 
-    /// A descriptor of it.
+    /// Returns a new descriptor of the file.
     pub(super) fn export(&self, handle: RawHandle) -> Coded<OwnedFd> {
         let copy = self.find(handle)?.file.as_fd().try_clone_to_owned();
         copy.map_err(|_| DriverCode::OUT_OF_MEMORY)
@@ -208,13 +210,14 @@ impl HostFiles {
         })
     }
 
-    /// Its handle ends. What is mapped stays.
+    /// Ends the handle. Its mappings stay.
     pub(super) fn release(&self, handle: RawHandle) -> Coded<()> {
         let ended = lock(&self.0).files.remove(&handle);
         ended.map(drop).ok_or(DriverCode::INVALID_VALUE)
     }
 
-    /// New addresses for `handle`, with its file mapped there. The host may use them, devices once they are registered.
+    /// Reserves addresses for `handle`, and maps its file there. The host may use them now, and devices once they are
+    /// registered.
     pub(super) fn reserve(&self, handle: RawHandle, alignment_bytes: u64) -> Coded<VaRange> {
         let file = self.find(handle)?;
         let alignment = alignment_bytes.max(PAGE_BYTES);
@@ -229,7 +232,7 @@ impl HostFiles {
         let start = first.next_multiple_of(alignment);
         let end = start + file.size_bytes;
         for (from, until) in [(first, start), (end, first + whole.get() as u64)] {
-            // Nobody knows of it. What is refused costs addresses alone.
+            // Nobody knows of these addresses. A refusal costs addresses alone.
             let _refused = give_back(from, until - from);
         }
         if let Err(code) = attach(start, &file) {
@@ -243,7 +246,7 @@ impl HostFiles {
         Ok(place.range(start))
     }
 
-    /// Frees addresses that were reserved here, and that nothing is registered at.
+    /// Frees addresses that were reserved here and are not registered.
     fn free(&self, range: VaRange) -> Coded<()> {
         lock(&self.0).places.remove(&range.start.0).ok_or(DriverCode::INVALID_VALUE)?;
         give_back(range.start.0, range.size_bytes)
@@ -265,7 +268,7 @@ impl HostFiles {
         Ok(())
     }
 
-    /// The whole place that `address` lies in, and whether something is mapped there.
+    /// Returns the whole place that holds `address`, and whether something is mapped there.
     fn place_at(&self, address: DeviceAddress) -> Option<(VaRange, bool)> {
         let tables = lock(&self.0);
         let (start, place) = tables.places.range(..=address.0).next_back()?;
@@ -273,19 +276,19 @@ impl HostFiles {
         is_inside.then(|| (place.range(*start), place.is_mapped))
     }
 
-    /// The whole mapping that `address` lies in, if it was made here.
+    /// Returns the whole mapping that holds `address`, if it was made here.
     pub(super) fn mapping_at(&self, address: DeviceAddress) -> Option<VaRange> {
         self.place_at(address).filter(|(_, is_mapped)| *is_mapped).map(|(range, _)| range)
     }
 
-    /// Notes whether the place at `start` is registered. What was noted before.
+    /// Records whether the place at `start` is registered. Returns the former value.
     fn note_registered(&self, start: DeviceAddress, is_registered: bool) -> Coded<bool> {
         let mut tables = lock(&self.0);
         let place = tables.places.get_mut(&start.0).ok_or(DriverCode::INVALID_VALUE)?;
         Ok(std::mem::replace(&mut place.is_registered, is_registered))
     }
 
-    /// Unmaps what is mapped at `start`, which is not registered any more. The addresses stay reserved.
+    /// Unmaps the file at `start`, which is not registered any more. The addresses stay reserved.
     fn unmap(&self, start: DeviceAddress) -> Coded<()> {
         let mut tables = lock(&self.0);
         let place = tables.places.get_mut(&start.0).ok_or(DriverCode::INVALID_VALUE)?;
@@ -299,7 +302,7 @@ impl HostFiles {
     }
 }
 
-/// Maps the whole of `file` at addresses that are ours, and that nothing is mapped at.
+/// Maps the whole of `file` at addresses that are ours and empty.
 fn attach(start: u64, file: &HostFile) -> Coded<()> {
     let (at, size) = (address(start)?, length(file.size_bytes)?);
     let rights = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -307,7 +310,7 @@ fn attach(start: u64, file: &HostFile) -> Coded<()> {
     // SAFETY: the addresses are ours and empty, as the caller vouches.
     let mapped = unsafe { mmap(Some(at), size, rights, flags, &*file.file, 0) };
     let mapped = mapped.map_err(out_of_memory)?;
-    // Memory on another node is memory all the same.
+    // Memory on another node still works.
     let node = u32::try_from(file.node).ok();
     let _placed = node.map(|node| nodes::place(mapped.as_ptr().addr(), size.get(), &[node]));
     Ok(())
@@ -333,7 +336,7 @@ impl CudaDriver {
         let range =
             about(DriverOp::AddressReserve, self.host_files.reserve(handle, alignment_bytes))?;
         match self.register_host_file(range.start, None) {
-            // A caller that sets access names a device, whose context can be worked in.
+            // A caller that sets access names a device, so its context can be used then.
             Err(error) if error.code != DriverCode::INVALID_CONTEXT => {
                 if let Some(Err(error)) = self.free_host_place(range) {
                     tracing::warn!(%error, "addresses at {} stay", range.start);
@@ -344,7 +347,7 @@ impl CudaDriver {
         }
     }
 
-    /// Lets all devices reach the place of a host file at `start`.
+    /// Registers the place of a host file at `start`, so that all devices reach it.
     pub(super) fn register_host_file(
         &self,
         start: DeviceAddress,
@@ -383,7 +386,7 @@ impl CudaDriver {
             // SAFETY: the caller vouches that no work uses the range. It needs no context.
             let unregister = || unsafe { (self.table.host_unregister)(pointer) };
             let code = DriverCode(self.beside_captures(unregister));
-            // A reset of the context has done it.
+            // A reset of the context has unregistered it.
             if code != DriverCode::HOST_MEMORY_NOT_REGISTERED
                 && let Err(error) = check(DriverOp::HostUnregister, code.0)
             {

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use super::Context;
 use crate::{AccessDesc, AllocationProp, DriverError};
 
-/// The name every consumer of the driver opens.
+/// The name by which every program opens the driver.
 pub(super) const LIBRARY_NAME: &str = "libcuda.so.1";
 
 /// Why there is no driver.

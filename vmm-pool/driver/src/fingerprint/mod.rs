@@ -1,11 +1,12 @@
-//! Fingerprints of pieces of device memory: what the kernel next to this file computes, and the same on the host.
+//! Fingerprints of pieces of device memory: the values that the kernel next to this file computes, and the same computation on
+//! the host.
 //!
-//! A fingerprint is two sums over the 16-byte words of a piece. Each word is combined with keys that depend on where it
-//! lies, both halves are multiplied to 128 bits and folded, so that a changed, moved or swapped word changes both sums;
-//! the two have keys of their own. At the end each sum is mixed with the size. A piece of zeros has a fingerprint that
-//! no other bytes have, because the kernel looks at every bit for that.
+//! A fingerprint is two sums over the 16-byte words of a piece. Each word is combined with keys that depend on its position.
+//! Both halves are multiplied to 128 bits and folded. So a changed, moved or swapped word changes both sums. Each of the two
+//! sums has its own keys. At the end each sum is mixed with the size. No other bytes have the fingerprint of a piece of zeros,
+//! because the kernel looks at every bit for that.
 //!
-//! `kernel.cu` says it once more for the device; a case of the conformance list holds the two together.
+//! `kernel.cu` computes the same on the device. A case of the conformance list compares the two.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
@@ -14,11 +15,11 @@ use crate::{DeviceAddress, VaRange};
 
 /// Our kernel, as text that the driver compiles for its device.
 pub(super) const KERNEL: &str = concat!(include_str!("kernel.ptx"), "\0");
-/// Its name in that text, terminated.
+/// The kernel's name in that text, terminated.
 pub(super) const KERNEL_NAME: &std::ffi::CStr = c"sublet_fingerprint";
-/// Threads of a block of it.
+/// The number of threads in a block of the kernel.
 pub(super) const KERNEL_THREADS: u32 = 256;
-/// Pieces have a multiple of this many bytes, and begin at one.
+/// The size of a piece, and its start, are multiples of this many bytes.
 pub const WORD_BYTES: u64 = 16;
 
 const STEP_A: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -26,8 +27,8 @@ const STEP_B: u64 = 0xc2b2_ae3d_27d4_eb4f;
 const STEP_C: u64 = 0xd6e8_feb8_6659_fd93;
 const STEP_D: u64 = 0xa076_1d64_78bd_642f;
 
-/// The keys that make fingerprints of this process unlike those of any other: random, and drawn once. Without them,
-/// contents cannot be chosen to have equal fingerprints. They never leave the process and its devices.
+/// The keys that make the fingerprints of this process unlike those of any other: random, and drawn once. Nobody without the
+/// keys can choose contents that have equal fingerprints. The keys never leave the process and its devices.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Keys {
@@ -38,10 +39,10 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Those of this process.
+    /// Returns the keys of this process.
     pub fn of_process() -> Self {
         static KEYS: LazyLock<Keys> = LazyLock::new(|| {
-            // It is keyed by the system's random numbers.
+            // `RandomState` is keyed by the system's random numbers.
             let random = RandomState::new();
             let [a, b, c, d] = [0_u8, 1, 2, 3].map(|index| random.hash_one(index));
             Keys { a, b, c, d }
@@ -75,8 +76,8 @@ impl Keys {
     }
 }
 
-/// A digest of a piece of memory, in 128 bits, by the keys of this process. Pieces of one size whose fingerprints
-/// differ hold different bytes. Two that hold different bytes have the same fingerprint with a chance of 2^-128.
+/// A digest of a piece of memory, in 128 bits, by the keys of this process. Pieces of one size whose fingerprints differ hold
+/// different bytes. Two pieces that hold different bytes have the same fingerprint with a chance of 2^-128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {
     first: u64,
@@ -84,12 +85,12 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Of zeros, whatever the size, and of nothing else.
+    /// The fingerprint of zeros, for every size, and of nothing else.
     pub const ZERO: Self = Self { first: 0, second: 0 };
-    /// Nobody knows. No piece has it.
+    /// The value for an unknown fingerprint. No piece has it.
     pub const UNKNOWN: Self = Self { first: 0, second: 1 };
 
-    /// That of `bytes`, of which there is a multiple of [`WORD_BYTES`]; a rest is passed over.
+    /// Takes the fingerprint of `bytes`, whose length is a multiple of [`WORD_BYTES`]. A remainder is ignored.
     pub fn of(bytes: &[u8]) -> Self {
         Keys::of_process().print(bytes)
     }
@@ -99,7 +100,7 @@ impl Fingerprint {
         self == Self::ZERO
     }
 
-    /// Does it say what a piece holds?
+    /// Is the fingerprint known?
     pub fn is_known(self) -> bool {
         self != Self::UNKNOWN
     }
@@ -126,14 +127,14 @@ fn finish(sum: u64, size_bytes: u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// One question to [`super::Driver::fingerprint`], and its answer in the same place: where a piece lies and its size,
-/// then its fingerprint.
+/// One question to [`super::Driver::fingerprint`], and its answer in the same place: first the start and size of a piece, then
+/// its fingerprint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(16))]
 pub struct PieceSlot([u64; 2]);
 
 impl PieceSlot {
-    /// Asks for the fingerprint of `piece`.
+    /// Makes a question for the fingerprint of `piece`.
     pub fn asking(piece: VaRange) -> Self {
         Self([piece.start.0, piece.size_bytes])
     }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 const PIECE: usize = 4096;
-/// So that what these tests say does not depend on chance.
+/// Fixed keys, so that the results of these tests do not depend on chance.
 const FIXED: Keys = Keys {
     a: 0x243f_6a88_85a3_08d3,
     b: 0x1319_8a2e_0370_7344,
@@ -22,7 +22,7 @@ fn lanes(bytes: &[u8]) -> (u64, u64) {
     (first, second)
 }
 
-/// Bytes that differ from each other, of a seed.
+/// Returns bytes that differ from each other, by a seed.
 fn filled(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed;
     let mut bytes = Vec::with_capacity(length);
@@ -39,7 +39,7 @@ fn zeros_of_any_size_have_one_fingerprint_and_nothing_else_has_it() {
     for length in [16, 4096, 65_536] {
         assert_eq!(print_of(&vec![0; length]), Fingerprint::ZERO);
     }
-    // What a product of a key with itself would hide.
+    // A product of a key with itself would hide these contents.
     let mut hidden = vec![0; 32];
     hidden[..8].copy_from_slice(&FIXED.a.to_le_bytes());
     assert!(!print_of(&hidden).is_zero());
@@ -60,13 +60,13 @@ fn the_function_is_what_it_was_when_the_kernel_was_made() {
     assert_eq!(print(&filled(2, PIECE)), EXPECTED[1]);
 }
 
-/// As computed by another program.
+/// The values that another program has computed.
 const EXPECTED: [[u64; 2]; 2] = [
     [7_354_714_697_334_372_118, 3_690_011_976_435_773_659],
     [17_830_473_635_975_199_248, 11_750_595_332_443_138_562],
 ];
 
-/// Two words of which each lane multiplies one half by zero, so that the other half does not count.
+/// The contents are two words. Each lane multiplies one half of them by zero, so that the other half does not count.
 #[test]
 fn contents_chosen_for_known_keys_are_told_apart_by_those_of_the_process() {
     let chosen = |low: u64, high: u64| [low.to_le_bytes(), high.to_le_bytes()].concat();
@@ -123,7 +123,7 @@ fn words_that_change_places_change_both_lanes() {
 
 #[test]
 fn structured_contents_never_meet() {
-    // Each lane alone is as good as 64 bits: among a million none meet.
+    // Each lane alone is as good as 64 bits: among a million values no two are equal.
     let (mut firsts, mut seconds) = (HashSet::new(), HashSet::new());
     let mut all = 0_usize;
     let mut add = |bytes: &[u8]| {

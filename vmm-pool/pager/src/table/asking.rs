@@ -1,9 +1,11 @@
-//! Chunks that are filled at addresses of the pager's own, copied out, or whose device is asked if they were written.
+//! Chunks that are being filled at addresses of the pager's own or copied out, and questions to a device whether a chunk was
+//! written.
 //!
-//! *Checks*, which are off by default, look for writes that nobody has shown. An idle chunk that is as its copy leaves without
-//! another copy. With checks its device is asked first, by fingerprints: a chunk that is another than its copy was written by a kernel
-//! that had its address from somewhere else than its arguments. It is named, and copied out. Nothing is mapped
-//! read-only: calls do not say if they write, and a write to what is read-only ends the context instead of naming anything.
+//! *Checks*, which are off by default, find writes that nobody has shown. An idle chunk that equals its copy leaves without
+//! another copy. With checks its device first takes its fingerprints. If the chunk differs from its copy, a kernel wrote it.
+//! That kernel had the address from somewhere else than its arguments. Such a chunk is reported, and copied out. Nothing is
+//! mapped read-only: calls do not say whether they write. A write to read-only memory would end the context instead of naming
+//! anything.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -11,21 +13,21 @@ use std::sync::Arc;
 use super::super::prints::Prints;
 use super::{Answered, Chunk, Mark, Out, WindowChunks};
 
-/// A question for fingerprints, which was answered when its event is over.
+/// A question for fingerprints. It is answered when its event is over.
 #[derive(Debug)]
 pub(crate) struct Asked {
     pub(crate) question: usize,
     pub(crate) mark: Arc<Mark>,
 }
 
-/// Writes that are remembered at most.
+/// The most writes that are remembered.
 const UNSEEN_MAX: usize = 256;
 
 /// See the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
     pub(crate) is_on: bool,
-    /// The chunk whose device has said last that it is as its copy, if it has not been used since.
+    /// The last chunk of which its device has said that it equals its copy, if it has not been used since.
     pub(super) passed: Option<usize>,
     pub(crate) found: Vec<Unseen>,
 }
@@ -34,14 +36,14 @@ pub(crate) struct Checks {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unseen {
     pub(crate) id: usize,
-    /// From the first to the last piece of the chunk that is another than it was.
+    /// The pieces of the chunk that differ, from the first to the last.
     pub(crate) pieces: RangeInclusive<usize>,
-    /// The last use of the chunk before it, and the last of all when it was found, counted in the window.
+    /// From the last use of the chunk before the write to the window's last use when it was found, as numbers of uses.
     pub(crate) uses: RangeInclusive<u64>,
 }
 
 impl WindowChunks {
-    /// Is it to be compared with its copy before it may leave?
+    /// Must the chunk be compared with its copy before it may leave?
     pub(crate) fn needs_check(&self, id: usize) -> bool {
         if !self.checks.is_on || self.checks.passed == Some(id) {
             return false;
@@ -50,12 +52,12 @@ impl WindowChunks {
         chunk.contents.is_known() && chunk.is_clean() && !chunk.is_freed()
     }
 
-    /// May it give its frame away now, but for what the driver and the ledger say?
+    /// May the chunk give its frame away now? The driver and the ledger may still refuse.
     pub(crate) fn is_ready(&self, id: usize) -> bool {
         self.chunks[id].is_clean() && !self.needs_check(id)
     }
 
-    /// A device has said what a chunk has that was as its copy when it was asked.
+    /// Compares the fingerprints of a chunk that was the same as its copy when the device was asked.
     fn check(&mut self, id: usize, prints: &Prints) -> Option<Unseen> {
         let chunk = &mut self.chunks[id];
         let uses = chunk.last..=self.clock;
@@ -71,44 +73,44 @@ impl WindowChunks {
         Some(unseen)
     }
 
-    /// A copy of all of it has begun, which is over when `mark` is, or was over without one.
+    /// Records that a copy of the whole chunk has begun. It is over when `mark` is, or already over without one.
     pub(crate) fn copying_out(&mut self, id: usize, mark: Option<Arc<Mark>>, asked: Option<Asked>) {
         self.chunks[id].begin_out(true, mark, asked);
         self.demand.forget(id);
         self.figures.copied_out += 1;
     }
 
-    /// The device is asked, before anything is copied.
+    /// Records that the device is asked before anything is copied.
     pub(crate) fn asking(&mut self, id: usize, asked: Asked) {
         self.chunks[id].begin_out(false, None, Some(asked));
         self.demand.forget(id);
     }
 
-    /// Addresses for copies that nothing is filled at. `None` if all `count` are in use.
+    /// Returns the index of a free slot for copies. `None` if all `count` are in use.
     pub(crate) fn free_slot(&self, count: usize) -> Option<usize> {
         let used = self.chunks.iter().filter_map(Chunk::slot).map(|(slot, _)| slot);
         let used: Vec<_> = used.chain(self.lost_slots.iter().copied()).collect();
         (0..count).find(|slot| !used.contains(slot))
     }
 
-    /// Is anything being filled?
+    /// Is any chunk being filled?
     pub(crate) fn is_any_filled(&self) -> bool {
         self.chunks.iter().any(|chunk| chunk.slot().is_some())
     }
 
-    /// One that is full, and where.
+    /// Returns a chunk that is full, and the index of its slot for copies.
     pub(crate) fn full(&self) -> Option<(usize, usize)> {
         let mut all = self.chunks.iter().enumerate();
         all.find_map(|(id, chunk)| Some((id, chunk.slot().filter(|(_, is_full)| *is_full)?.0)))
     }
 
-    /// Is its device to say if its place has what it has?
+    /// Is the device to say whether the chunk's place in host memory has its contents?
     pub(crate) fn is_to_compare(&self, id: usize) -> bool {
         let chunk = &self.chunks[id];
         (chunk.contents.may_be_saved() && !chunk.is_freed()) || self.needs_check(id)
     }
 
-    /// A question that nobody has asked and not been told.
+    /// Returns the index of a question that is not under way, and whose last answer was read.
     pub(crate) fn free_question(&self, count: usize) -> Option<usize> {
         let outs = self.chunks.iter().filter_map(|chunk| chunk.out()?.question);
         let used: Vec<_> =
@@ -116,12 +118,12 @@ impl WindowChunks {
         (0..count).find(|question| !used.contains(question))
     }
 
-    /// The answer, to be told with [`WindowChunks::told`].
+    /// Takes the answered questions. Their answers go to [`WindowChunks::told`].
     pub(crate) fn take_answered(&mut self) -> Vec<Answered> {
         std::mem::take(&mut self.answered)
     }
 
-    /// The device has said that it had these. A write comes out that nobody has shown.
+    /// Takes the fingerprints that the device has reported. Returns a write that nobody has shown.
     pub(crate) fn told(&mut self, answered: &Answered, prints: Prints) -> Option<Unseen> {
         let (id, _, Out { version, is_copy, .. }) = *answered;
         let chunk = &mut self.chunks[id];
@@ -140,9 +142,9 @@ impl WindowChunks {
         None
     }
 
-    /// Are these on the device, with room for who uses them too? Then they are held.
+    /// Holds these chunks if they are on the device and there is room for all who use them. Returns whether they are held.
     pub(crate) fn hold_if_here(&mut self, ids: &[usize]) -> bool {
-        // As long as all that is here fits, so do these.
+        // If all resident chunks fit, these fit too.
         let fits = self.resident <= self.demand.frames() || self.fits(ids);
         let is_so = fits && self.are_here(ids);
         if is_so {
@@ -151,15 +153,15 @@ impl WindowChunks {
         is_so
     }
 
-    /// The order of uses is another than it was.
+    /// Forgets announcements: the order of uses has changed.
     pub(crate) fn forget_promises(&mut self) {
         self.chunks.iter_mut().for_each(|chunk| chunk.is_promised = false);
         let chunks = &self.chunks;
         self.demand.forget_all_but(|id| chunks[id].is_held());
     }
 
-    /// Returns the events that a stream must wait for before it uses these chunks, which are here: it may write what is copied
-    /// out, or compared.
+    /// Returns the events that a stream must wait for before it uses these chunks, which are here. The stream may write a chunk
+    /// that is being copied out or compared.
     pub(crate) fn awaited_by(&self, ids: &[usize]) -> Vec<Arc<Mark>> {
         let awaited = ids.iter().flat_map(|&id| self.chunks[id].under_way().iter().cloned());
         let mut awaited: Vec<_> = awaited.collect();

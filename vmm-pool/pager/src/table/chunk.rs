@@ -1,4 +1,4 @@
-//! One chunk: its place, its contents, and those who have it.
+//! One chunk: its place, its contents, and its holders.
 
 use std::sync::Arc;
 
@@ -15,28 +15,29 @@ use crate::marks::Mark;
 pub(crate) struct Chunk {
     state: ChunkState,
     pub(super) contents: Contents,
-    /// The number of spans that it is a part of. It is 0 from the end of the last until its row is gone, and none as long as it is nobody's.
+    /// The number of spans that the chunk is a part of. It is 0 from the end of the last span until its row is gone, and `None`
+    /// while the chunk belongs to nobody.
     pub(super) spans: Option<u32>,
-    /// Its row, for as long as it belongs to a span, and until it is away behind that.
+    /// The chunk's row. It has one while it belongs to a span, and after that until it is away.
     pub(super) row: Option<VirtualHandle>,
-    /// The number of its holders. A holder of two of its spans counts twice.
+    /// The number of holders. A holder of two spans of the chunk counts twice.
     pub(super) holders: u32,
     /// The event behind each use that is not known to be over.
     pub(super) uses: Vec<Arc<Mark>>,
-    /// The driver has refused to copy or unmap it: it is tried again for somebody who waits, or later.
+    /// The driver has refused to copy or unmap the chunk. It is tried again for a caller who waits, or later.
     pub(super) is_refused: bool,
     /// The next use was announced.
     pub(super) is_promised: bool,
-    /// It may not leave.
+    /// The chunk may not leave.
     pub(super) stays: bool,
-    /// When it was used last, in uses.
+    /// The time of the last use, in uses.
     pub(super) last: u64,
-    /// The last failure to bring it, and when that was, in uses.
+    /// The last failure to bring the chunk, and its time, in uses.
     pub(super) failure: Option<(u64, Arc<PageError>)>,
 }
 
 impl Chunk {
-    /// The change of its state, in place, which it must have. A copy out or a question that is over comes out.
+    /// Changes the state, in place. The state must have this event. Returns a copy out or a question that is over.
     pub(super) fn change(&mut self, event: ChunkEvent) -> Option<Out> {
         let (state, out) = std::mem::take(&mut self.state).next(event).unwrap_or_else(|state| {
             debug_assert!(false, "an event that is none of {state:?}");
@@ -47,7 +48,7 @@ impl Chunk {
         out
     }
 
-    /// A copy out has begun, or a question.
+    /// Records that a copy out or a question has begun.
     pub(super) fn begin_out(
         &mut self,
         is_copy: bool,
@@ -67,7 +68,7 @@ impl Chunk {
         }
     }
 
-    /// These events are over. A copy out or a question that is over comes out.
+    /// Records that these events are over. Returns a copy out or a question that is over.
     pub(super) fn are_over(&mut self, is_over: impl Fn(&Arc<Mark>) -> bool) -> Option<Out> {
         self.uses.retain(|mark| !is_over(mark));
         let out = self.state.ends(is_over).then(|| self.change(ChunkEvent::Over)).flatten()?;
@@ -82,22 +83,22 @@ impl Chunk {
         matches!(self.state, ChunkState::Away)
     }
 
-    /// Is it mapped, and may be used?
+    /// Is it mapped and usable?
     pub(super) fn is_here(&self) -> bool {
         matches!(self.state, ChunkState::Here | ChunkState::Saving(_))
     }
 
-    /// Does nobody hold it, with all that was begun over?
+    /// Is it held by nobody, with all uses and copies over?
     pub(crate) fn is_idle(&self) -> bool {
         matches!(self.state, ChunkState::Here) && self.holders == 0 && self.uses.is_empty()
     }
 
-    /// Would nothing be lost if it left now?
+    /// Could it leave now without a loss?
     pub(super) fn is_clean(&self) -> bool {
         self.is_freed() || self.contents.is_clean()
     }
 
-    /// Its last span was freed. It belongs to nobody else before its row is gone.
+    /// Was its last span freed? It belongs to nobody else before its row is gone.
     pub(crate) fn is_freed(&self) -> bool {
         self.spans == Some(0)
     }
@@ -119,13 +120,13 @@ impl Chunk {
         self.row
     }
 
-    /// The number of the addresses for copies that have it, and whether it is to be mapped: it is full.
+    /// Returns the number of its addresses for copies, and whether it is full and is to be mapped.
     pub(super) fn slot(&self) -> Option<(usize, bool)> {
         let ChunkState::Filling { slot, copy } = &self.state else { return None };
         Some((*slot, copy.is_none() && !self.is_refused))
     }
 
-    /// The copy out under way, or the question.
+    /// Returns the copy out or the question that is under way.
     pub(super) fn out(&self) -> Option<&Out> {
         if let ChunkState::Saving(out) = &self.state { Some(out) } else { None }
     }
@@ -140,13 +141,13 @@ impl Chunk {
         self.state.under_way()
     }
 
-    /// Why it did not come, to a caller that has held it since then.
+    /// Returns the error that kept the chunk from coming, for a caller that has held it since `held`.
     pub(crate) fn failure_since(&self, held: u64) -> Option<Arc<PageError>> {
         let (when, error) = self.failure.as_ref()?;
         (*when >= held).then(|| Arc::clone(error))
     }
 
-    /// Its place, as [`crate::PageReport::chunks`] has it.
+    /// Returns the letter for its place in [`crate::PageReport::chunks`].
     pub(crate) fn letter(&self) -> char {
         match self.state {
             ChunkState::Away if self.is_owned() => 'a',

@@ -7,19 +7,19 @@ use std::collections::VecDeque;
 pub(crate) struct Demand {
     /// The most chunks that may be on the device.
     frames: usize,
-    /// As many as the driver or the budget gave, if that was less.
+    /// The number of frames that the driver or the budget gave, if that was less.
     given: Option<usize>,
-    /// Those that are to come: held ones first.
+    /// The chunks that are to come: held ones first.
     queue: VecDeque<usize>,
-    /// The number of uses before the next one of each chunk, as far as that is foretold.
+    /// For each chunk: the number of uses before its next use, as far as that is foretold.
     next_uses: Vec<usize>,
-    /// Threads whose chunks do not fit next to those that are held. Uses of others are ended for them.
+    /// The number of threads whose chunks do not fit next to those that are held. Other uses are ended for these threads.
     pub(crate) without_room: usize,
-    /// Frames that others wait for: none is taken meanwhile.
+    /// The number of frames that others wait for. The window takes no frame meanwhile.
     owed: usize,
-    /// Threads that wait for copies of all that was written.
+    /// The number of threads that wait for copies of all writes.
     pub(crate) flushing: usize,
-    /// The pager's thread looks when it is told.
+    /// The pager's thread sleeps until it is notified.
     pub(crate) is_asleep: bool,
 }
 
@@ -46,41 +46,41 @@ impl Demand {
         self.given.is_some()
     }
 
-    /// There are no more frames than those that are taken, until that is tried again.
+    /// Limits the frames to those that are taken, until more are tried again.
     pub(crate) fn narrow(&mut self, resident: usize) {
         self.given = Some(resident.min(self.frames_now()));
     }
 
-    /// More frames may be tried.
+    /// Lets more frames be tried.
     pub(crate) fn widen(&mut self) {
         self.given = None;
     }
 }
 
-// Others who wait.
+// Other waiters.
 impl Demand {
     pub(crate) fn owed(&self) -> usize {
         self.owed
     }
 
-    /// So many frames more are to be given up.
+    /// Adds this number of frames to those that are to be given up.
     pub(crate) fn owe(&mut self, frames: usize) {
         self.owed += frames;
     }
 
-    /// A frame has gone back to the driver. True if somebody waited for it.
+    /// Records that a frame has gone back to the driver. True if somebody waited for it.
     pub(crate) fn gave(&mut self) -> bool {
         let is_owed = self.owed > 0;
         self.owed -= usize::from(is_owed);
         is_owed
     }
 
-    /// Nobody waits for frames any more.
+    /// Records that nobody waits for frames any more.
     pub(crate) fn owe_nothing(&mut self) {
         self.owed = 0;
     }
 
-    /// Does somebody wait for more than there is, with so many on the device?
+    /// Does somebody wait for more frames than there are, with `resident` chunks on the device?
     pub(crate) fn is_short(&self, resident: usize) -> bool {
         resident > self.frames_now() || self.without_room > 0 || self.flushing > 0 || self.owed > 0
     }
@@ -92,25 +92,25 @@ impl Demand {
         self.queue.iter().copied()
     }
 
-    /// It comes before all others.
+    /// Puts the chunk before all others.
     pub(super) fn want_first(&mut self, id: usize) {
         self.forget(id);
         self.queue.push_front(id);
     }
 
-    /// It comes behind all others.
+    /// Puts the chunk behind all others.
     pub(super) fn want(&mut self, id: usize) {
         if !self.queue.contains(&id) {
             self.queue.push_back(id);
         }
     }
 
-    /// Nobody waits for it.
+    /// Takes the chunk out of the queue.
     pub(super) fn forget(&mut self, id: usize) {
         self.queue.retain(|queued| *queued != id);
     }
 
-    /// Nobody waits for those that are not meant.
+    /// Takes all chunks out of the queue except those that `is_meant` names.
     pub(super) fn forget_all_but(&mut self, is_meant: impl Fn(usize) -> bool) {
         self.queue.retain(|id| is_meant(*id));
     }
@@ -119,7 +119,7 @@ impl Demand {
         self.next_uses = next_uses;
     }
 
-    /// Counts the uses before the next one of this chunk. The most if that is not foretold.
+    /// Counts the uses before the next use of this chunk. It is the largest number if that use is not foretold.
     pub(super) fn next_use(&self, id: usize) -> usize {
         self.next_uses.get(id).copied().unwrap_or(usize::MAX)
     }

@@ -1,9 +1,10 @@
-//! The choice of what leaves: which chunks may give their frames, in which order, and which are copied out before
-//! anybody asks.
+//! The choice of the chunks that leave: which may give their frames, in which order, and which are copied out before anybody
+//! needs their frames.
 //!
-//! The order is that of the next uses, as far as it is foretold: what is used last leaves first. That chunk may still be in use, by work that is
-//! queued. Another that is idle already, and used sooner, would have to come again soon: with few frames most traffic would be such
-//! chunks. So only the later half of what is here leaves; who waits for a frame has patience until one of these is idle.
+//! The order is that of the next uses, as far as they are foretold: the chunk that is used last leaves first. Queued work may
+//! still use that chunk. An idle chunk that is used sooner would have to come back soon. With few frames, such chunks would
+//! cause most traffic. So only the later half of the chunks that are here leaves. A caller who needs a frame waits until one of
+//! that half is idle.
 
 use std::cmp::Reverse;
 
@@ -12,8 +13,9 @@ use vmm_pool::VirtualHandle;
 use super::{Chunk, WindowChunks};
 
 impl WindowChunks {
-    /// Those that could give their frame to `newcomer`, in the order to ask them in: what is freed, then what is used last
-    /// from now on, and of two that nobody knows of the one that is clean. What was announced gives it only to somebody who waits.
+    /// Returns the chunks that could give their frame to `newcomer`, in the order to try. Freed chunks come first, then the
+    /// chunk that is used last. Of two that are not foretold, the clean one comes first. An announced chunk gives its frame
+    /// only to a caller who waits.
     pub(crate) fn victims(&self, newcomer: usize) -> Vec<usize> {
         let somebody_waits = self.chunks[newcomer].is_held();
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| {
@@ -21,7 +23,7 @@ impl WindowChunks {
             let stays = chunk.stays && chunk.is_refused;
             chunk.is_here() && !chunk.is_held() && !stays && (somebody_waits || !is_wanted)
         });
-        // What is used before the newcomer does not leave for its sake, unless somebody waits.
+        // A chunk that is used before the newcomer does not leave for it, unless somebody waits.
         let newcomers = self.demand.next_use(newcomer);
         let is_later = |id: usize| self.demand.next_use(id) >= newcomers;
         let all = all.filter(|&(id, chunk)| somebody_waits || chunk.is_freed() || is_later(id));
@@ -33,7 +35,8 @@ impl WindowChunks {
         all.into_iter().map(|(id, _)| id).collect()
     }
 
-    /// Those here that can leave when work that is queued has ended: nobody holds them but so many lists of calls.
+    /// Returns the chunks here that can leave when queued work has ended: nobody holds them but the lists of calls that
+    /// `lists_of` counts.
     fn free_soon(&self, lists_of: impl Fn(usize) -> u32) -> impl Iterator<Item = usize> {
         let here = self.chunks.iter().enumerate().filter(move |&(id, chunk)| {
             chunk.is_here() && !chunk.stays && !(chunk.is_held() && chunk.holders > lists_of(id))
@@ -41,7 +44,7 @@ impl WindowChunks {
         here.map(|(id, _)| id)
     }
 
-    /// The least number of uses before the next that a chunk of the later half has, of those that [`WindowChunks::free_soon`] names.
+    /// Returns the least number of uses before the next use in the later half of the chunks of [`WindowChunks::free_soon`].
     pub(crate) fn later_half(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let mut next_uses: Vec<_> =
             self.free_soon(lists_of).map(|id| self.demand.next_use(id)).collect();
@@ -49,12 +52,12 @@ impl WindowChunks {
         if next_uses.is_empty() { 0 } else { *next_uses.select_nth_unstable(middle).1 }
     }
 
-    /// Is it freed, or used no sooner than that?
+    /// Is the chunk freed, or its next use no sooner than `later_half`?
     pub(crate) fn is_used_late(&self, id: usize, later_half: usize) -> bool {
         self.chunks[id].is_freed() || self.demand.next_use(id) >= later_half
     }
 
-    /// One that nobody needs on the device: it is freed, or there are more than there may be. It is idle.
+    /// Returns an idle chunk that nobody needs on the device: it is freed, or there are too many.
     pub(crate) fn surplus(&self) -> Option<usize> {
         let is_above = self.resident > self.demand.frames_now() || self.demand.owed() > 0;
         let is_surplus =
@@ -63,29 +66,29 @@ impl WindowChunks {
         freed.or_else(|| self.used_last(is_surplus))
     }
 
-    /// Chunks that stay though nobody holds them, each with its row.
+    /// Returns the chunks that stay though nobody holds them, each with its row.
     pub(crate) fn staying_idle(&self) -> Vec<(usize, VirtualHandle)> {
         let all = self.chunks.iter().enumerate();
         let staying = all.filter(|(_, chunk)| chunk.stays && !chunk.is_held());
         staying.filter_map(|(id, chunk)| Some((id, chunk.row?))).collect()
     }
 
-    /// The number of chunks that [`WindowChunks::free_soon`] names and that are not to give their frames for good yet. Twice what was used
-    /// together stays.
+    /// Counts the chunks of [`WindowChunks::free_soon`] that could still give their frames up for good. Twice the most that
+    /// were used together stay.
     pub(crate) fn spare(&self, lists_of: impl Fn(usize) -> u32) -> usize {
         let above = self.resident.saturating_sub(2 * self.most_together.max(1));
         self.free_soon(lists_of).count().min(above).saturating_sub(self.demand.owed())
     }
 
-    /// Of those that `is_meant`, the one that is used last from now on.
+    /// Returns the chunk that is used last, among those that `is_meant` names.
     fn used_last(&self, is_meant: impl Fn(&Chunk) -> bool) -> Option<usize> {
         let all = self.chunks.iter().enumerate().filter(|(_, chunk)| is_meant(chunk));
         let last = all.max_by_key(|(id, chunk)| (self.demand.next_use(*id), Reverse(chunk.last)));
         last.map(|(id, _)| id)
     }
 
-    /// The idle one that is not clean and is used last from now on: it is to give its frame first. What is used soon may be
-    /// written again before it leaves. If there are frames for all, none leaves. But somebody may want copies of all.
+    /// Returns the idle, unclean chunk that is used last: it is to give its frame first. A chunk that is used soon may be
+    /// written again before it leaves. If there are frames for all, none leaves, but somebody may want copies of all.
     pub(crate) fn to_clean(&self, later_half: usize) -> Option<usize> {
         let is_dirty = |chunk: &Chunk| chunk.is_idle() && !chunk.is_clean() && !chunk.is_refused;
         if self.demand.flushing > 0 {

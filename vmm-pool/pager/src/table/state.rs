@@ -1,4 +1,4 @@
-//! The place of a chunk for callers: one state, one transition function.
+//! The place of a chunk, as callers see it: one state, one transition function.
 //!
 //! ```text
 //!          Framed           Filled         LeftSlot, when it is full
@@ -21,27 +21,27 @@ use crate::marks::Mark;
 /// The place of one chunk.
 #[derive(Debug, Default)]
 pub(super) enum ChunkState {
-    /// Its row is offloaded and set aside.
+    /// The chunk's row is offloaded and set aside.
     #[default]
     Away,
-    /// It has a frame, which is about to be mapped.
+    /// The chunk has a frame, which is about to be mapped.
     Coming,
-    /// It is at the addresses for copies of this number, and full when the copy is over.
+    /// The chunk is mapped at the addresses for copies number `slot`. It is full when `copy` is over.
     Filling { slot: usize, copy: Option<Arc<Mark>> },
-    /// It is mapped, with its contents.
+    /// The chunk is mapped, with its contents.
     Here,
-    /// It is mapped, and is copied out, or its device is asked.
+    /// The chunk is mapped. It is being copied out, or its device is asked about it.
     Saving(Out),
-    /// It is out of use: a copy out is about to begin, or its frame is about to be taken.
+    /// The chunk is out of use: a copy out is about to begin, or its frame is about to be taken.
     Claimed,
 }
 
-/// A copy out of a chunk, or a question whether it is as its copy.
+/// A copy out of a chunk, or a question whether the chunk equals its copy.
 #[derive(Debug)]
 pub(crate) struct Out {
-    /// Those that are not known to be over, of the copy and the question.
+    /// The events of the copy and the question that are not known to be over.
     pub(super) marks: Vec<Arc<Mark>>,
-    /// The version that it is about.
+    /// The version of the contents that is copied or asked about.
     pub(super) version: u64,
     /// The number of the question for fingerprints.
     pub(super) question: Option<usize>,
@@ -51,33 +51,34 @@ pub(crate) struct Out {
 /// A change in the place of a chunk.
 #[derive(Debug)]
 pub(crate) enum ChunkEvent {
-    /// It is given a frame.
+    /// The chunk is given a frame.
     Framed,
-    /// Its contents are there when `copy` is over, at the addresses for copies of this number; with none they are there.
+    /// The chunk has its contents at the addresses for copies number `slot` when `copy` is over. Without `copy` it has them
+    /// now.
     Filled { slot: usize, copy: Option<Arc<Mark>> },
-    /// It is at the addresses for copies no more.
+    /// The chunk has left the addresses for copies.
     LeftSlot,
-    /// It is mapped, with its contents.
+    /// The chunk is mapped, with its contents.
     Came,
-    /// It does not come.
+    /// The chunk does not come.
     Failed,
-    /// It is taken out of use.
+    /// The chunk is taken out of use.
     Claimed,
-    /// A copy of it has begun, or a question.
+    /// A copy of the chunk, or a question about it, has begun.
     Copied(Out),
-    /// It is in use again.
+    /// The chunk is in use again.
     Kept,
-    /// The copy that was under way is over, or the question.
+    /// The copy or question that was under way is over.
     Over,
-    /// Its frame is taken.
+    /// The frame of the chunk is taken.
     Left,
 }
 
 impl ChunkState {
-    /// The state after `event`, with what was under way of a copy out that is over.
+    /// Returns the state after `event`, and a copy out or question that is over.
     ///
     /// # Errors
-    /// The state, as it was, which does not have that event.
+    /// The unchanged state, if it does not have that event.
     pub(super) fn next(self, event: ChunkEvent) -> Result<(Self, Option<Out>), Self> {
         Ok(match (self, event) {
             (Self::Away, ChunkEvent::Framed)
@@ -110,7 +111,7 @@ impl ChunkState {
         }
     }
 
-    /// Takes events that are over from what is under way. True if all of that is.
+    /// Removes events that are over from those under way. True if none is left.
     pub(super) fn ends(&mut self, is_over: impl Fn(&Arc<Mark>) -> bool) -> bool {
         if let Self::Saving(out) = self {
             out.marks.retain(|mark| !is_over(mark));

@@ -30,7 +30,7 @@ fn table(chunks: u64, frames: usize) -> WindowChunks {
     window(chunks, frames).0
 }
 
-/// Frees a span. Its chunks that are away come out, with their rows.
+/// Frees a span. Returns its chunks that are away, with their rows.
 fn free(
     table: &mut WindowChunks,
     spans: &mut Spans,
@@ -157,7 +157,7 @@ fn a_chunk_of_two_spans_is_in_use_as_long_as_one_of_them_is() {
         }
     }
     bring(&mut table, 0);
-    // Both by one call, and each let go by its own.
+    // One call holds the chunk for two spans, and each hold ends separately.
     table.hold(&[0, 0]);
     let (one, other) = (mark(), mark());
     table.used(&[0], Some(&one));
@@ -226,7 +226,7 @@ fn only_the_later_half_of_what_is_here_is_used_late() {
     let later_half = table.later_half(|_| 0);
     let late: Vec<_> = (0..4).filter(|&id| table.is_used_late(id, later_half)).collect();
     assert_eq!(late, [1, 3]);
-    // What is held by more than lists does not leave for who waits.
+    // A chunk that more than lists hold does not leave for a newcomer.
     table.hold(&[1]);
     assert_eq!(table.later_half(|id| u32::from(id == 1)), later_half);
     let later_half = table.later_half(|_| 0);
@@ -265,7 +265,7 @@ fn what_was_used_since_it_was_found_ready_does_not_give_its_frame() {
     table.entered(0, row(0));
     assert!(table.is_ready(0), "it is zero");
     table.hold(&[0]);
-    // A call in another context is waited for: no event tells of it.
+    // The thread waits for a call in another context: it has no event.
     table.used(&[0], None);
     assert!(table.chunks[0].is_idle());
     assert_eq!(table.claim_ready(0), None);
@@ -303,7 +303,7 @@ fn what_is_here_is_held_only_if_all_that_is_held_fits_the_frames() {
     let mut table = table(2, 2);
     (0..2).for_each(|id| bring(&mut table, id));
     assert!(table.hold_if_here(&[0]));
-    // The other is about to leave.
+    // The other chunk is about to leave.
     table.demand.set_frames(1);
     assert!(!table.hold_if_here(&[1]) && table.hold_if_here(&[0]));
     assert_eq!(table.chunks.iter().filter(|chunk| chunk.is_held()).count(), 1);
@@ -330,7 +330,7 @@ fn what_graphs_let_go_is_held_by_lists_of_their_launches() {
 fn addresses_are_the_first_that_fit_and_what_lies_before_all_gaps_is_not_looked_at() {
     let (mut table, mut spans) = empty(64);
     let mut given_out: Vec<(u64, u64)> = Vec::new();
-    // Those that leave later.
+    // The chunks that leave later.
     let mut freed: Vec<usize> = Vec::new();
     let (mut end, mut in_gaps) = (0, 0);
     for turn in 0..2000_u64 {

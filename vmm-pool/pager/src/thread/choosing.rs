@@ -5,7 +5,7 @@ use super::super::table::WindowChunks;
 use super::super::uses::SLOTS;
 use super::{COPIES_OUT_MAX, Job, LOOK_LATER, LOOK_SELDOM, LOOK_SOON};
 
-/// Chooses the next thing to do. What is used before `later_half`, in uses from now on, keeps its frame.
+/// Chooses the next job. A chunk that is used before `later_half`, in uses from now on, keeps its frame.
 pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     if table.broken.is_some() {
         return if table.is_ending { Job::End } else { Job::Wait(LOOK_SELDOM) };
@@ -26,7 +26,7 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     if let Some((newcomer, slot)) = wanted.zip(free) {
         let victims = table.victims(newcomer);
         if victims.is_empty() && table.chunks()[newcomer].is_held() {
-            // Without another frame who waits waits for ever: what refuses one is told.
+            // Without another frame, the waiting thread would wait for ever. It gets the error that refuses the frame.
             table.demand.widen();
             table.demand.owe_nothing();
         }
@@ -54,7 +54,7 @@ pub(super) fn choose(table: &mut WindowChunks, later_half: usize) -> Job {
     Job::Wait(match (is_busy, wanted) {
         (true, Some(_)) => LOOK_SOON,
         (true, None) => LOOK_LATER,
-        // Patience ends.
+        // The patience of the waiting thread ends.
         (false, Some(_)) if is_keeping => LOOK_LATER,
         (false, _) => LOOK_SELDOM,
     })

@@ -17,11 +17,11 @@ impl<D: Driver> Worker<'_, D> {
 }
 
 impl<D: Driver> super::PagedWindow<D> {
-    /// Returns the mark that is over when all is that `streams` were given last, this way. `None` when that has been
-    /// waited for, for want of an event.
+    /// Returns the mark behind the last work of `streams` in this direction. `None` when that work has been waited for, because
+    /// there was no event.
     ///
     /// # Errors
-    /// It may be under way: nothing is unmapped before it has been waited for.
+    /// The copy may be under way: nothing is unmapped before it has been waited for.
     pub(super) fn mark_or_wait(
         &self,
         streams: &mut CopyStreams<'_, D>,

@@ -1,4 +1,4 @@
-//! Chunks that are full are mapped, and devices say what was written.
+//! Full chunks are mapped, and the answers of devices are read.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::super::table::{Asked, ChunkEvent};
 use super::Worker;
 
 impl<D: Driver> Worker<'_, D> {
-    /// A question may be under way for ever: the device writes to its memory.
+    /// Keeps the memory of questions for good: a question may be under way for ever, and the device writes there.
     pub(super) fn keep_questions(&mut self) {
         if let Some(questions) = self.questions.get_mut().and_then(Option::take) {
             questions.keep_for_good();
@@ -31,10 +31,10 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// Has the device take the fingerprints of a chunk that is claimed. `None` if it does not, or nobody knows when.
+    /// Makes the device take the fingerprints of a claimed chunk. `None` if it does not, or if nobody knows when.
     ///
     /// # Errors
-    /// It may be under way: the chunk is not unmapped before it has been waited for.
+    /// The question may be under way: the chunk is not unmapped before it has been waited for.
     pub(super) fn ask(&mut self, chunk: usize) -> PoolResult<Option<Asked>> {
         let shared = self.shared;
         let question = shared.table().free_question(QUESTIONS);
@@ -49,8 +49,8 @@ impl<D: Driver> Worker<'_, D> {
         }
     }
 
-    /// With checks, has the copy that comes next wait for this question: a write that nobody has shown, and that falls between the two, must
-    /// not be in the fingerprints alone.
+    /// With checks, makes the next copy wait for this question. A write that nobody has shown may fall between the two. Such a
+    /// write must not be in the fingerprints alone.
     pub(super) fn behind_question(&mut self, asked: Option<&Asked>) -> PoolResult<()> {
         let shared = self.shared;
         let Some(asked) = asked.filter(|_| shared.table().checks.is_on) else { return Ok(()) };
@@ -78,7 +78,7 @@ impl<D: Driver> Worker<'_, D> {
         };
         let Err(error) = asks.ask(question, shared.range_of(chunk), stream) else { return true };
         Self::not_asked(&error);
-        // Others may be under way.
+        // Other questions may be under way.
         self.keep_questions();
         false
     }
@@ -87,7 +87,7 @@ impl<D: Driver> Worker<'_, D> {
         tracing::warn!(%error, "paged memory is copied out whenever it was used");
     }
 
-    /// Does its place have what the pager has written there, and nobody else?
+    /// Does the chunk's place have what the pager has written there, with no other write since?
     pub(super) fn is_place_as_seen(&self, chunk: usize) -> bool {
         let address = self.shared.range_of(chunk).start;
         let seen = self.sights.get(&chunk);
@@ -99,7 +99,7 @@ impl<D: Driver> Worker<'_, D> {
         self.sights.insert(chunk, now);
     }
 
-    /// Maps a chunk where everybody finds it, which is full at these addresses for copies.
+    /// Maps a full chunk at its own addresses in the window. It was filled at the addresses for copies number `slot`.
     pub(super) fn land(&mut self, id: usize, slot: usize) {
         let entered = self.shared.pool.enter();
         let row = self.shared.table().chunks()[id].row();

@@ -1,4 +1,4 @@
-//! Random programs that use paged memory, and calls that fail in them: every byte is there afterwards.
+//! Random programs that use paged memory, with calls that fail: every byte is still there afterwards.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use vmm_pool::driver::sim::FaultSpan;
 use crate::program::{LIMIT, SHORT, Stage, pause_until, word_at};
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, UNLIMITED, WHOLE, free_bytes, pause, resume};
 
-/// What a random program does next.
+/// The next step of a random program.
 #[derive(Clone, Debug)]
 enum Step {
     Use {
@@ -22,9 +22,9 @@ enum Step {
     },
     Announce(Vec<usize>),
     Frames(u64),
-    /// Other memory wants so many chunks of the device.
+    /// Other memory requests this many chunks of the device.
     Room(u64),
-    /// In quarters of a chunk, less a few bytes.
+    /// The size in quarters of a chunk, less a few bytes.
     Alloc(u64),
     Free(usize),
     Flush,
@@ -51,7 +51,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-/// Spans of the program that are distinct, live, and small enough together.
+/// Chooses spans of the program that are distinct, live, and small enough together.
 fn chosen(stage: &Stage, wanted: &[usize], most: usize) -> Vec<usize> {
     let mut spans: Vec<_> = wanted.iter().map(|span| span % stage.spans.len()).collect();
     spans.sort_unstable();
@@ -146,11 +146,11 @@ fn run(program: Vec<Step>, pauses_beside: bool, seed: Option<u64>) {
 }
 
 impl Stage {
-    /// A use behind held work: it is not over when the next step begins.
+    /// Uses spans behind held work: the use is not over when the next step begins.
     fn try_hold_use(&mut self, spans: &[usize], stream: usize) {
         let words: Vec<_> = spans.iter().map(|&span| word_at(self.start_of(span), 0)).collect();
         let raw = self.streams[stream];
-        // They were used just now; with others' announcements they may have left all the same.
+        // The spans were used just now. With announcements of other spans they may have left all the same.
         if let Ok(Some(touched)) = self.pager().begin_call(&words, In::Stream(raw), SHORT) {
             self.launch(spans, stream, true).expect("launched");
             self.pager().end_call(&touched);
@@ -185,7 +185,7 @@ proptest! {
     }
 }
 
-/// Announcements buy time and nothing else: with each tenth left out every byte is there.
+/// Announcements only save time: if each tenth is left out, every byte is still there.
 #[test]
 fn each_tenth_announcement_may_be_left_out() {
     for seed in 0..4 {
@@ -215,7 +215,8 @@ fn each_tenth_announcement_may_be_left_out() {
     }
 }
 
-/// Every kind of call fails once, at each place where it is made: the use that meets it is told or not, the next works.
+/// Every kind of call fails once, at each place where it is made. The use that meets the failure may get an error. The next use
+/// works.
 #[test]
 fn any_call_may_fail_once() {
     let (tell, told) = std::sync::mpsc::channel();
@@ -228,13 +229,13 @@ fn any_call_may_fail_once() {
         if told.recv().expect("an answer") == 0 {
             break;
         }
-        // There are many.
+        // There are many calls.
         at += 3;
     }
     assert!(at > 100, "{at} calls");
 }
 
-/// Has the call of this number fail. How many did.
+/// Makes the call of this number fail. Returns the number of calls that failed.
 fn fail_at(at: u64, mut stage: Stage) -> u64 {
     stage.alloc_each(3);
     let code = if at.is_multiple_of(2) { DriverCode::UNKNOWN } else { DriverCode::OUT_OF_MEMORY };

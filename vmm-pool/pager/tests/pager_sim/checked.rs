@@ -5,7 +5,7 @@ use sublet_pager::UnseenWrite;
 use crate::program::{Holds, LIMIT, Stage, write_unseen};
 use crate::stage::UNIT;
 
-/// Spans of one chunk, of which the last that were used are on the device, all as their copies.
+/// Makes spans of one chunk. The last used ones are on the device, and all equal their copies.
 fn stage(frames: u64, checks: bool) -> Stage {
     let mut stage = Stage::new(frames);
     if checks {
@@ -19,7 +19,7 @@ fn stage(frames: u64, checks: bool) -> Stage {
     stage
 }
 
-/// All go through the frames, twice.
+/// Uses all spans, twice, so that all pass through the frames.
 fn go_around(stage: &mut Stage) {
     for _ in 0..2 {
         stage.use_all(false);
@@ -74,7 +74,7 @@ fn the_pieces_that_were_written_are_named_also_of_what_was_zero() {
 fn without_the_check_nothing_is_looked_for() {
     let mut stage = stage(1, false);
     write_unseen(&stage, 3, Holds::Pattern(77), 0, UNIT);
-    // The copy in host memory is what comes back.
+    // The contents that come back are those of the copy in host memory.
     go_around(&mut stage);
     assert_eq!(stage.pager().report().unseen, []);
     stage.end();

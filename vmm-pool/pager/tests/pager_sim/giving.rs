@@ -1,4 +1,4 @@
-//! Frames that give way to other memory, and windows that share what there is.
+//! Frames that are given up for other memory, and windows that share the device's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use crate::stage::{
 
 const FRAMES: u64 = 16;
 
-/// A window with all of its frames taken, and nothing left on the device.
+/// Makes a window with all of its frames taken, and no memory left on the device.
 fn crowded() -> Stage {
     crowd(Stage::new(FRAMES))
 }
@@ -48,10 +48,10 @@ fn frames_are_given_up_if_other_memory_finds_no_room() {
     }
     stage.check();
     assert!(stage.pager().report().resident_bytes <= (FRAMES - 3) * UNIT);
-    // More than it has: nothing is given up in vain.
+    // The request is larger than the window: nothing is given up in vain.
     assert!(!pool.make_room(DEVICE, 1 << 40));
     let present = stage.pager().report().resident_bytes / UNIT;
-    // Twice what was used together stays.
+    // Twice the chunks that were used together stay.
     assert!(pool.make_room(DEVICE, (present - 2) * UNIT));
     assert_eq!(stage.pager().report().resident_bytes, 2 * UNIT);
     assert!(!pool.make_room(DEVICE, UNIT), "it has no more to give");
@@ -60,7 +60,7 @@ fn frames_are_given_up_if_other_memory_finds_no_room() {
     drop(stage.pager.take());
 }
 
-/// Nobody says that the device has room again.
+/// No message says that the device has room again.
 #[test]
 fn frames_that_gave_way_are_taken_again_some_time_later() {
     let mut stage = crowded();
@@ -75,7 +75,7 @@ fn frames_that_gave_way_are_taken_again_some_time_later() {
     drop(stage.pager.take());
 }
 
-/// A budget that is lowered below what a window's frames hold.
+/// A budget is lowered below the bytes of a window's frames.
 #[test]
 fn frames_are_given_up_to_a_budget() {
     let pool = pool(&node());
@@ -89,7 +89,7 @@ fn frames_are_given_up_to_a_budget() {
     stage.pool.pool().yield_to_budgets();
     assert_eq!(resident(&stage), before, "within the budget");
     shared.set_budget(0, Some((before - 3) * UNIT));
-    // Asked again before it has given, it gives no more.
+    // A window that is asked again before it has given a frame gives no more.
     (0..3).for_each(|_| stage.pool.pool().yield_to_budgets());
     let given = std::time::Instant::now() + LIMIT;
     while resident(&stage) > before - 3 {
@@ -156,7 +156,7 @@ fn a_window_without_frames_waits_for_the_kernels_of_another_one() {
     let mut stage = crowded();
     let poor = program::pager(&stage.pool, 4, unlimited);
     let span = poor.alloc(UNIT).expect("addresses");
-    // All frames are behind a kernel.
+    // The uses of all frames are behind a kernel.
     stage.hold(0);
     let own = In::Stream(stage.streams[0]);
     for one in (0..stage.spans.len()).map(|span| [VaRange::new(stage.start_of(span), 1)]) {
@@ -165,7 +165,7 @@ fn a_window_without_frames_waits_for_the_kernels_of_another_one() {
     }
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| poor.acquire(&[span], LIMIT));
-        // Longer than it asks if it has frames of its own.
+        // This is longer than a window with frames of its own asks.
         std::thread::park_timeout(Duration::from_millis(1500));
         stage.held.clear();
         waiting.join().expect("no panic").expect("a frame of the other");
@@ -222,7 +222,7 @@ fn without_a_figure_frames_are_what_is_left_of_the_device() {
     stage.check();
     let report = stage.pager().report();
     assert_eq!((report.resident_bytes, report.frames_bytes), (LEFT * UNIT, 3 * LEFT * UNIT));
-    // Who waits gets a frame of that too, if none can leave.
+    // A caller who waits also gets frames of the memory that is left free, if no chunk can leave.
     let all: Vec<_> = (0..stage.spans.len()).map(|span| stage.start_of(span)).collect();
     stage.pager().acquire(&all, LIMIT).expect("all of them");
     stage.pager().release(&all).expect("released");

@@ -28,7 +28,7 @@ fn calls_that_use_the_same_take_one_event() {
 fn a_call_uses_the_whole_span_that_it_names_an_address_of() {
     let mut stage = Stage::new(3);
     let stream = In::Stream(stage.streams[0]);
-    // The second reaches from the first chunk into the third.
+    // The second span reaches from the first chunk into the third.
     for size_bytes in [UNIT / 2, 2 * UNIT, UNIT / 2, UNIT] {
         stage.alloc_bytes(size_bytes).expect("addresses");
     }
@@ -79,7 +79,7 @@ fn a_frame_whose_call_is_not_launched_yet_stays_and_who_waits_is_told_for_what()
     stage.end();
 }
 
-/// The thread that ends a use may be in the middle of that when the span is freed.
+/// The thread that ends a use may be doing so when the span is freed.
 #[test]
 fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_to_end() {
     let mut stage = Stage::new(1);
@@ -96,7 +96,7 @@ fn a_span_that_is_freed_goes_when_the_use_is_over_that_another_thread_is_about_t
         });
         assert!(recording.is_met(LIMIT), "it is about to end the use");
         stage.pager().free(first).expect("freed");
-        // The frame of the first is the only one.
+        // The frame of the first chunk is the only one.
         let begun = stage.pager().begin_call(&[word_at(second, 0)], other, SHORT);
         assert!(matches!(begun, Err(PageError::Late { .. })), "{begun:?}");
         drop(recording);
@@ -151,12 +151,12 @@ fn free_while_a_call_waits(is_captured: bool) {
     stage.end();
 }
 
-/// What is used last from now on is to leave, but the work that uses it does not end.
+/// The chunk that is used last is to leave, but the work that uses it does not end.
 #[test]
 fn patience_for_what_is_used_last_ends() {
     let mut stage = Stage::new(2);
     stage.alloc_each(3);
-    // The order is learnt.
+    // The pager learns the order.
     for call in 0..14 {
         stage.try_use(&[call % 3], 1, false).expect("a use");
     }
@@ -185,7 +185,7 @@ fn who_waits_for_room_ends_uses_that_have_begun_meanwhile() {
             let touched = stage.pager().begin_call(&words[1..], second, LIMIT).expect("room");
             stage.pager().end_call(&touched.expect("paged"));
         });
-        // It has ended what could be ended.
+        // The pager has ended the lists that could be ended.
         while stage.driver().faults().calls(DriverOp::EventRecord) == recorded {
             std::thread::yield_now();
         }
@@ -210,12 +210,12 @@ fn what_is_not_full_yet_is_not_mapped() {
         let Place { range, holds } = stage.spans[round % 2][0];
         let wanted = bytes_of(holds, UNIT);
         let last = wanted.len() - 1;
-        // A use that comes here unseen finds the contents, or a fault: before the mapping, and between mapping and access.
+        // An unseen use at this moment finds the contents, or a fault: before the mapping, and between mapping and access.
         let byte = loop {
             if let Ok(byte) = byte_unseen(&driver, range, last) {
                 break byte;
             }
-            // What is announced is a hint: another chunk may have taken the frame before this thread has looked.
+            // An announcement is a hint: another chunk may have taken the frame before this thread has looked.
             if driver.core().mapping_at(range.start).is_none() {
                 stage.pager().announce(&[range.start]).expect("announced");
             }
@@ -290,7 +290,7 @@ fn waits_for_a_copy(hold: fn(&Stage)) {
         let copy_begins = faults.hold(DriverOp::EventRecord);
         drop(use_ends);
         assert!(copy_begins.is_met(LIMIT), "the copy gets its own");
-        // Nobody hears that it is over.
+        // The driver does not report the end of the copy.
         faults.fail(DriverOp::EventQuery, FaultSpan::From(1), DriverCode::UNKNOWN);
         drop(copy_begins);
         while stage.pager().report().out_bytes == 0 {
@@ -336,7 +336,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
     for graph in [true, false] {
         let word = word_at(stage.start_of(0), 0);
         stage.capture(0);
-        // The stream has a list already.
+        // The stream already has a list.
         stage.try_use(&[1], 0, true).expect("through the other frame");
         stage.hold(0);
         // The graph is launched twice, or a call of its own names what it uses.
@@ -350,7 +350,7 @@ fn what_a_graph_uses_goes_when_it_is_freed_and_launches_are_over() {
             stage.pager().end_call(&begun.expect("paged"));
         }
         stage.free(0);
-        // Both frames are wanted.
+        // The call needs both frames.
         let words = [0, 1].map(|span| word_at(stage.start_of(span), 0));
         let begun = stage.pager().begin_call(&words, In::Stream(stage.streams[1]), SHORT);
         assert!(matches!(begun, Err(PageError::Late { .. })), "{begun:?}");
@@ -377,7 +377,7 @@ fn a_window_ends_when_launches_of_graphs_are_over() {
     std::thread::scope(|scope| {
         let asked = stage.pool.driver().faults().calls(DriverOp::EventQuery);
         let ending = scope.spawn(|| drop(pager));
-        // The pager asks again and again.
+        // The pager queries again and again.
         while stage.pool.driver().faults().calls(DriverOp::EventQuery) < asked + 8 {
             std::thread::yield_now();
         }
@@ -409,7 +409,7 @@ fn a_pause_waits_for_what_is_being_filled() {
     stage.pager().set_frames(2 * UNIT, LIMIT).expect("room for it");
     let faults = stage.driver().faults();
     let mapped = faults.calls(DriverOp::Map);
-    // Nobody hears that its copy is over.
+    // The driver does not report the end of the copy.
     faults.fail(DriverOp::EventQuery, FaultSpan::From(1), DriverCode::UNKNOWN);
     let starts = [0, 1].map(|span| stage.start_of(span));
     stage.pager().announce(&starts).expect("announced");
@@ -457,7 +457,7 @@ fn a_capture_waits_through_a_pause_for_uses_that_another_thread_is_about_to_end(
             pager.capture_begins();
             tell.send(()).expect("somebody listens");
         });
-        // Longer than it waits for a process that runs.
+        // This is longer than the wait for a process that runs.
         told.recv_timeout(Duration::from_millis(1300)).expect_err("the process is paused");
         resume(&stage.pool);
         told.recv_timeout(LIMIT).expect("the use ends now");
@@ -492,7 +492,7 @@ fn a_flush_ends_uses_that_have_begun_meanwhile() {
     std::thread::scope(|scope| {
         let recorded = stage.driver().faults().calls(DriverOp::EventRecord);
         let flushing = scope.spawn(|| stage.pager().flush(Duration::from_secs(10)));
-        // It has ended what could be ended.
+        // The pager has ended the lists that could be ended.
         while stage.driver().faults().calls(DriverOp::EventRecord) == recorded
             && !flushing.is_finished()
         {
@@ -520,7 +520,7 @@ fn what_calls_left_as_it_was_is_not_copied_out_again() {
     stage.check();
     let read = stage.pager().report();
     assert_eq!((read.out_bytes, read.unchanged_bytes), (3 * UNIT, 6 * UNIT));
-    // A pause writes to the places too: nobody takes the fingerprints' word then.
+    // A pause writes to the places too: then nobody relies on the fingerprints.
     stage.use_all(false);
     pause(&stage.pool);
     resume(&stage.pool);

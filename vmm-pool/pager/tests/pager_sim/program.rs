@@ -1,4 +1,4 @@
-//! A program that uses paged memory on two streams, and knows what must be in it.
+//! A program that uses paged memory on two streams, and knows its right contents.
 
 #![expect(
     unsafe_code,
@@ -23,10 +23,10 @@ use crate::process::SimPool;
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, free_bytes, node, pattern, pause, pool, resume};
 
 pub(crate) const LIMIT: Duration = Duration::from_mins(1);
-/// For what is expected not to come.
+/// The time to wait for an event that should not happen.
 pub(crate) const SHORT: Duration = Duration::from_millis(200);
 
-/// Waits until it is so, for at most [`LIMIT`].
+/// Waits until `is_so` returns true, for at most [`LIMIT`].
 pub(crate) fn until(is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + LIMIT;
     while !is_so() {
@@ -50,12 +50,12 @@ pub(crate) fn pause_until(pool: Arc<Pool<SimDriver>>, stop: &AtomicBool) {
     }
 }
 
-/// What is to be somewhere.
+/// The contents that memory should have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Holds {
     Zeros,
     Pattern(u64),
-    /// It was another's.
+    /// The memory was another's.
     Anything,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct Place {
     pub(crate) holds: Holds,
 }
 
-/// A word that a call's arguments have.
+/// Returns a word that a call's arguments have.
 pub(crate) fn word_at(start: DeviceAddress, offset: u64) -> VaRange {
     VaRange::new(DeviceAddress(start.0 + offset), 1)
 }
@@ -79,7 +79,8 @@ pub(crate) fn bytes_of(holds: Holds, size_bytes: u64) -> Vec<u8> {
     }
 }
 
-/// A kernel that has an address from device memory writes `size_bytes` of the span, which is one chunk, from `offset` on.
+/// Writes `size_bytes` of the span, which is one chunk, from `offset` on, as a kernel does that has the address from device
+/// memory.
 pub(crate) fn write_unseen(stage: &Stage, span: usize, holds: Holds, offset: u64, size_bytes: u64) {
     let range = stage.spans[span][0].range;
     let part = VaRange::new(DeviceAddress(range.start.0 + offset), size_bytes);
@@ -93,7 +94,7 @@ pub(crate) fn write_unseen(stage: &Stage, span: usize, holds: Holds, offset: u64
     drop(guard);
 }
 
-/// The byte of `range` at `offset`, as a kernel reads it whose use nobody has shown.
+/// Reads the byte of `range` at `offset`, as a kernel does whose use nobody has shown.
 pub(crate) fn byte_unseen(
     driver: &SimDriver,
     range: VaRange,
@@ -110,16 +111,16 @@ pub(crate) fn byte_unseen(
 
 /// A program that uses paged memory on two streams.
 pub(crate) struct Stage {
-    /// Work that waits until it is dropped, which is first.
+    /// Work that waits until this is dropped. It is dropped first.
     pub(crate) held: Vec<Sender<()>>,
     pub(crate) pool: SimPool,
     pub(crate) pager: Option<Pager<SimDriver>>,
     pub(crate) streams: [RawStream; 2],
-    /// Behind the last use on each, for the order of the program itself.
+    /// The event behind the last use on each stream, for the order of the program itself.
     pub(crate) order: [RawEvent; 2],
-    /// What copies write to or read from, until they have been waited for.
+    /// The host memory of copies, until the copies have been waited for.
     pub(crate) buffers: Vec<Box<[u8]>>,
-    /// What was read, and what it must be.
+    /// The bytes that were read, and their right contents.
     pub(crate) reads: Vec<(Box<[u8]>, Holds)>,
     pub(crate) spans: Vec<Vec<Place>>,
     pub(crate) next_seed: u64,
@@ -137,7 +138,7 @@ impl Stage {
         Self::of(pool(&node()), frames, budget)
     }
 
-    /// With work of streams in the order of a seed.
+    /// Makes a program whose streams work in an order by a seed.
     pub(crate) fn in_order(frames: u64, seed: Option<u64>) -> Self {
         let pool = pool(&node());
         if let Some(seed) = seed {
@@ -194,14 +195,14 @@ impl Stage {
         Some(self.spans.len() - 1)
     }
 
-    /// So many spans of a chunk each.
+    /// Allocates `count` spans of one chunk each.
     pub(crate) fn alloc_each(&mut self, count: u64) {
         for _ in 0..count {
             self.alloc(1).expect("addresses");
         }
     }
 
-    /// The spans behind it have the numbers before theirs from now on.
+    /// Frees a span. The number of each later span is one less from now on.
     pub(crate) fn free(&mut self, span: usize) {
         self.pager().free(self.start_of(span)).expect("freed");
         self.spans.remove(span);
@@ -211,14 +212,14 @@ impl Stage {
         self.spans[span][0].range.start
     }
 
-    /// In how many chunks they are.
+    /// Counts the chunks of these spans.
     pub(crate) fn chunks_of(&self, spans: &[usize]) -> usize {
         let places = spans.iter().flat_map(|&span| &self.spans[span]);
         let chunks = places.map(|place| place.range.start.0 / UNIT);
         chunks.collect::<std::collections::BTreeSet<_>>().len()
     }
 
-    /// Work on this stream waits from here on, until somebody has to wait for it.
+    /// Holds the work on this stream from here on, until somebody has to wait for it.
     pub(crate) fn hold(&mut self, stream: usize) {
         let (go, goes) = std::sync::mpsc::channel::<()>();
         let goes = std::sync::Mutex::new(goes);
@@ -240,7 +241,7 @@ impl Stage {
         let raw = self.streams[stream];
         self.held.clear();
         let text = |error: PageError| error.to_string();
-        // Any byte of what it uses will do.
+        // Any byte of a used span will do.
         let words: Vec<_> = starts.iter().map(|start| word_at(*start, 7)).collect();
         let begun = self.pager().begin_call(&words, In::Stream(raw), LIMIT).map_err(text)?;
         let touched = begun.expect("it is paged");
@@ -249,14 +250,14 @@ impl Stage {
         launched.map_err(|error| error.to_string())
     }
 
-    /// A graph is captured that uses a span.
+    /// Captures a graph that uses a span.
     pub(crate) fn capture(&self, span: usize) {
         let word = word_at(self.start_of(span), 0);
         let kept = self.pager().begin_call(&[word], In::Graph, LIMIT).expect("here");
         self.pager().end_call(&kept.expect("paged"));
     }
 
-    /// A call on the first stream uses a span, and its work waits until somebody has to wait for it.
+    /// Uses a span by a call on the first stream, whose work waits until somebody has to wait for it.
     pub(crate) fn use_without_end(&mut self, span: usize) {
         let (word, stream) = (word_at(self.start_of(span), 0), In::Stream(self.streams[0]));
         let begun = self.pager().begin_call(&[word], stream, LIMIT).expect("here");
@@ -275,7 +276,7 @@ impl Stage {
         let driver = Arc::clone(self.pool.driver());
         let _entered = pool.enter();
         let raw = self.streams[stream];
-        // What the program itself sees to: one use comes after another.
+        // The program itself orders its uses: one comes after another.
         for event in self.order {
             driver.stream_wait_event(raw, event)?;
         }
@@ -304,7 +305,7 @@ impl Stage {
         driver.event_record(self.order[stream], raw)
     }
 
-    /// Waits for the device and looks at all that was read.
+    /// Waits for the device, and checks all bytes that were read.
     pub(crate) fn check(&mut self) {
         self.held.clear();
         self.driver().synchronize().expect("the context lives");
@@ -321,7 +322,7 @@ impl Stage {
         }
     }
 
-    /// All is given back.
+    /// Ends the program: everything is given back.
     pub(crate) fn end(mut self) {
         self.check();
         let pager = self.pager.take();

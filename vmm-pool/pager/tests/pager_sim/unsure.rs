@@ -1,4 +1,4 @@
-//! Uses and copies whose end the driver does not say, and calls that it refuses.
+//! Uses and copies whose end the driver does not report, and calls that it refuses.
 
 use sublet_pager::{In, PageError};
 use vmm_pool::driver::sim::FaultSpan;
@@ -7,7 +7,7 @@ use vmm_pool::driver::{DriverCode, DriverOp};
 use crate::program::{LIMIT, SHORT, Stage, word_at};
 use crate::stage::{CAPACITY_BYTES, DEVICE, UNIT, free_bytes};
 
-/// The driver takes a copy, and then neither an event behind it nor a wait for it. So many events come before.
+/// Makes the driver accept a copy, and then refuse both an event behind it and a wait for it. `events` events come before.
 fn lose_a_copy(stage: &Stage, events: u64) {
     for (op, first) in [(DriverOp::EventRecord, events + 1), (DriverOp::StreamSynchronize, 1)] {
         stage.driver().faults().fail(op, FaultSpan::From(first), DriverCode::UNKNOWN);
@@ -42,7 +42,7 @@ fn a_use_that_no_list_has_and_whose_end_the_driver_does_not_say_keeps_its_frame(
 
 #[test]
 fn what_cannot_be_mapped_leaves_no_mapping_and_no_memory_behind() {
-    // It is mapped for its copy first.
+    // The chunk is first mapped for its copy.
     for nth in [1, 2] {
         let mut stage = Stage::new(1);
         stage.alloc(1).expect("addresses");
@@ -76,7 +76,7 @@ fn a_chunk_leaves_behind_a_wait_for_copies_whose_end_nobody_knows() {
     stage.alloc_each(2);
     stage.try_use(&[0], 0, true).expect("here");
     stage.check();
-    // Behind its use, and behind the question what it has.
+    // One event is behind its use, one behind the question about its contents.
     lose_a_copy(&stage, 2);
     let error =
         stage.try_use(&[1], 0, true).expect_err("what has the frame is not known to be copied");
@@ -131,7 +131,7 @@ fn the_end_of_a_use_that_the_driver_refuses_once_is_marked_all_the_same() {
     stage.try_use(&[0], 0, true).expect("a use");
     let faults = stage.driver().faults();
     faults.fail(DriverOp::EventRecord, FaultSpan::Nth(1), DriverCode::UNKNOWN);
-    // Its frame is the only one.
+    // The frame of that chunk is the only one.
     stage.try_use(&[1], 0, true).expect("the use of the other has ended");
     assert_eq!(stage.driver().faults().fired(), 1);
     stage.use_all(false);
@@ -146,7 +146,7 @@ fn a_capture_that_begins_while_a_use_gets_its_event_has_the_use_end_later() {
     stage.try_use(&[0], 0, true).expect("a use");
     let faults = stage.driver().faults();
     let recorded = faults.calls(DriverOp::EventRecord);
-    // It is asked before the event, and behind it.
+    // The query comes before the event, and again behind it.
     let captured = DriverCode::STREAM_CAPTURE_IMPLICIT;
     faults.fail(DriverOp::StreamIsCapturing, FaultSpan::Nth(2), captured);
     let word = word_at(stage.start_of(1), 0);

@@ -1,5 +1,5 @@
-//! Paged memory through pauses of all ways, some of which fail: programs write and clear parts of chunks, and put back what was there
-//! before, while changes are looked for piece by piece. Every byte is compared.
+//! Paged memory through all kinds of pauses, some of which fail. Programs write and clear parts of chunks, and restore former
+//! contents, while changes are looked for piece by piece. Every byte is compared.
 
 #![expect(unsafe_code, reason = "uses of paged memory are copies through the driver")]
 
@@ -20,18 +20,19 @@ use crate::stage::{
     node, pool, write,
 };
 
-/// A unit that is written, and looked at, as one.
+/// The size of a piece, which is written and checked as one.
 const PIECE: u64 = 64 << 10;
-/// Value of other memory.
+/// The seed of other memory's contents.
 const OTHERS: u64 = 7;
 const STEPS: u32 = 60;
-/// Each of them has found a change of the code that lost contents: places that were too short, and fingerprints from before a pause.
+/// Each of these seeds has found a change of the code that lost contents: places that were too short, and fingerprints from
+/// before a pause.
 const SEEDS: [u64; 5] = [7, 12, 14, 16, 25];
 
 /// A program's memory in the window.
 struct Span {
     start: DeviceAddress,
-    /// By piece, what it has held, now last: zero for zeros, none for what nobody knows.
+    /// For each piece, the seeds of its contents, with the present one last: zero for zeros, `None` for unknown contents.
     pieces: Vec<Vec<Option<u64>>>,
 }
 
@@ -58,9 +59,9 @@ struct World {
     reads: Vec<Read>,
     random: Random,
     last_seed: u64,
-    /// Calls are made while what they use is held.
+    /// Are calls made while the spans that they use are held?
     holds: bool,
-    /// Steps so far, for readers of a failure.
+    /// The steps so far, for readers of a failure.
     log: Vec<String>,
 }
 
@@ -68,7 +69,7 @@ fn piece_of(seed: u64) -> Box<[u8]> {
     bytes_of(seed).repeat(usize::try_from(PIECE / 16).expect("small")).into_boxed_slice()
 }
 
-// What the application does.
+// The application's calls.
 impl World {
     fn new(seed: u64) -> Self {
         let (pool, mut random) = (pool(&node()), Random(seed));
@@ -170,7 +171,7 @@ impl World {
         }
     }
 
-    /// Writes these seeds, by piece of the span.
+    /// Writes these seeds, each to its piece of the span.
     fn put(&mut self, at: usize, seeds: &[(usize, u64)]) {
         self.log.push(format!("put in {at}: {seeds:?}"));
         self.call(at, |world, driver, raw| {
@@ -192,7 +193,7 @@ impl World {
         for _ in 0..=self.random.below(4) {
             let piece = self.random.index(count);
             let held = &self.spans[at].pieces[piece];
-            // What it held some time before: a fingerprint that is out of date knows it.
+            // These are contents that the piece had some time before: a fingerprint that is out of date knows them.
             let before = held[held.len() - 1 - self.random.index(held.len().min(4))];
             self.last_seed += 1;
             let new = self.last_seed;
@@ -200,7 +201,7 @@ impl World {
             seeds.push((piece, seed));
         }
         if self.random.one_in(3) {
-            // What is zero behind a piece has no place in host memory.
+            // Zeros at the end of a chunk have no place in host memory.
             let end = self.random.index(count + 1);
             seeds.extend(
                 (0..count).map(|piece| (piece, if piece < end { self.last_seed } else { 0 })),
@@ -209,7 +210,7 @@ impl World {
         self.put(at, &seeds);
     }
 
-    /// One piece holds something, then something else while a pause comes, and the first again.
+    /// Gives a piece some contents, then other contents while a pause comes, and then the first again.
     fn toggle(&mut self) {
         let at = self.one();
         let piece = self.random.index(self.spans[at].pieces.len());
@@ -231,7 +232,7 @@ impl World {
         if self.random.one_in(3) {
             self.flush();
         }
-        // It leaves, and comes back.
+        // The piece leaves, and comes back.
         (0..self.spans.len()).filter(|other| *other != at).for_each(|other| self.read(other));
         self.read(at);
         self.check();
@@ -257,9 +258,9 @@ impl World {
     }
 }
 
-// Ways to leave and to come.
+// Pauses and resumes.
 impl World {
-    /// In a third of all cases one of the next calls of the driver fails.
+    /// Makes one of the next driver calls fail, in a third of all cases.
     fn maybe_fail(&mut self) {
         if self.random.one_in(3) {
             let nth = 1 + self.random.below(60);
@@ -273,7 +274,7 @@ impl World {
         self.pool.driver().faults().clear();
     }
 
-    /// `step`, and once more without a failure where it fails.
+    /// Runs `step`, and after a failure once more without an injected one.
     fn done<T>(&mut self, step: impl Fn(&SimPool) -> PoolResult<T>) -> T {
         step(&self.pool).unwrap_or_else(|error| {
             self.log.push(format!("  {error}"));
@@ -296,11 +297,11 @@ impl World {
         }
     }
 
-    /// False when it was undone.
+    /// Pauses. False if the pause was undone.
     fn leave(&mut self) -> bool {
         let by_stages = self.random.one_in(2);
         self.log.push(format!("leave by stages {by_stages}"));
-        // Calls of the draining are not what fails.
+        // Calls of the draining do not fail.
         self.pool.drain();
         self.maybe_fail();
         let is_short = self.random.one_in(5);
@@ -371,7 +372,7 @@ impl World {
     }
 }
 
-// What must hold.
+// The checks.
 impl World {
     fn story(&self) -> String {
         self.log.join("\n")

@@ -1,4 +1,4 @@
-//! Windows that are larger than their frames: every byte against a plain memory.
+//! Windows that are larger than their frames: every byte is compared with plain memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -61,7 +61,7 @@ fn spans_lie_side_by_side_and_take_the_chunks_that_their_bytes_fill() {
     assert_eq!(stage.pager().report().paged_bytes, 6 * UNIT, "six chunks of eight spans");
     stage.use_all(true);
     stage.pager().flush(LIMIT).expect("copied");
-    // How often a chunk comes is for the tests of the order: what comes ahead in time is the machine's.
+    // The tests of the order check how often a chunk comes. The machine decides which chunks come ahead in time.
     for _ in 0..4 {
         stage.use_all(false);
     }
@@ -79,7 +79,7 @@ fn a_chunk_of_two_spans_goes_when_both_are_done_and_keeps_what_each_has_written(
     }
     let starts: Vec<_> = (0..3).map(|span| stage.start_of(span)).collect();
     assert_eq!(starts[0].0 + UNIT / 2, starts[1].0);
-    // Both by one call, and each let go by its own.
+    // One call holds the chunk for two spans, and each hold ends separately.
     stage.pager().acquire(&starts[..2], LIMIT).expect("one chunk");
     stage.pager().release(&starts[..1]).expect("released");
     let error = stage.pager().acquire(&starts[2..], SHORT).expect_err("the other is held");
@@ -92,7 +92,7 @@ fn a_chunk_of_two_spans_goes_when_both_are_done_and_keeps_what_each_has_written(
         stage.use_all(false);
         stage.check();
     }
-    // One is freed: the other keeps the chunk.
+    // One span is freed: the other keeps the chunk.
     stage.pager().free(starts[0]).expect("freed");
     stage.spans.remove(0);
     stage.use_all(false);
@@ -130,7 +130,7 @@ fn of_a_known_order_what_is_used_soonest_stays() {
         for span in 0..8 {
             stage.try_use(&[span], span % 2, writes).expect("a use");
             stage.check();
-            // Any may leave now: the order alone decides.
+            // Any chunk may leave now: the order alone decides.
             stage.pager().flush(LIMIT).expect("copied");
         }
         stage.pager().report().in_bytes / UNIT
@@ -139,7 +139,7 @@ fn of_a_known_order_what_is_used_soonest_stays() {
     let before = round(false);
     round(false);
     let brought = round(false) - before;
-    // Foresight brings four or five of eight in each round. What keeps what was used last would bring all sixteen.
+    // The forecast brings four or five of eight chunks in each round. To keep the last used chunks would bring all sixteen.
     assert!(brought <= 11, "{brought}");
     stage.end();
 }
@@ -173,7 +173,7 @@ fn frames_are_waited_for_and_who_waits_too_long_is_told_for_what() {
     stage.end();
 }
 
-/// A program may have an address mapped before it launches anything, for the driver to say whose it is.
+/// A program may have an address mapped before it launches anything, so that the driver says whose it is.
 #[test]
 fn what_is_acquired_stays_until_it_is_released_and_keeps_what_was_written_unseen_meanwhile() {
     let mut stage = Stage::new(1);
@@ -207,7 +207,7 @@ fn a_chunk_goes_only_when_uses_on_all_streams_are_over() {
     let streams = stage.streams.map(In::Stream);
     let uses = streams.map(|stream| stage.pager().begin_call(&[first], stream, LIMIT));
     stage.hold(0);
-    // One that is not over, and a later one that is.
+    // One use is not over, and a later one is.
     for used in uses {
         stage.pager().end_call(&used.expect("here").expect("paged"));
     }
@@ -280,7 +280,7 @@ fn a_window_that_ends_while_the_process_is_frozen_asks_for_no_work_before_the_th
 
 #[test]
 fn a_use_waits_through_a_pause_however_long_that_is() {
-    /// What a busy machine needs for a use behind the resume.
+    /// The time that a busy machine needs for a use behind the resume.
     const BUSY: Duration = Duration::from_secs(3);
     let mut stage = Stage::new(1);
     stage.alloc(1).expect("addresses");
@@ -293,7 +293,7 @@ fn a_use_waits_through_a_pause_however_long_that_is() {
         let pager = stage.pager();
         let (tell, told) = std::sync::mpsc::channel();
         scope.spawn(move || tell.send(pager.acquire(&[first], BUSY)));
-        // The pager has come to the gate.
+        // The pager has reached the gate.
         while !stage.pool.gate().waiting().iter().any(|call| call.passage.can_step()) {
             std::thread::yield_now();
         }
@@ -318,7 +318,7 @@ fn freed_spans_give_their_frames_and_addresses_back_and_come_again_as_zeros() {
         stage.spans.pop();
         let error = stage.pager().free(start).expect_err("twice");
         assert!(matches!(error, PageError::NotPaged { .. }), "{error}");
-        // What leaves behind its last use needs its addresses until then.
+        // A chunk that leaves behind its last use needs its addresses until then.
         while stage.pager().report().resident_bytes > 0 {
             stage.check();
             std::thread::yield_now();
@@ -349,7 +349,7 @@ fn pinned_chunks_stay_and_are_counted() {
     stage.end();
 }
 
-/// Nothing else asks whether it stays.
+/// No other step checks whether the chunk stays.
 #[test]
 fn what_is_pinned_no_more_leaves_for_a_use_that_did_not_fit_beside_it() {
     let mut stage = Stage::new(2);
@@ -357,7 +357,7 @@ fn what_is_pinned_no_more_leaves_for_a_use_that_did_not_fit_beside_it() {
     stage.try_use(&[0], 0, true).expect("here");
     let range = VaRange::new(stage.start_of(0), UNIT);
     let registered = stage.pool.enter().register(range, "registered with a network card");
-    // It is found to stay.
+    // The pager finds that the chunk stays.
     for span in [1, 2, 1] {
         stage.try_use(&[span], 0, true).expect("through the other frame");
     }
@@ -378,7 +378,7 @@ fn what_is_freed_while_it_is_pinned_goes() {
     stage.try_use(&[0], 0, true).expect("here");
     let start = stage.start_of(0);
     stage.pool.pin(VaRange::new(start, UNIT), "a network card has it");
-    // It is found to stay.
+    // The pager finds that the chunk stays.
     for span in [1, 2, 1] {
         stage.try_use(&[span], 0, true).expect("through the other frame");
     }
@@ -423,7 +423,7 @@ fn host_memory_is_asked_for_before_anything_moves_and_again_before_it_is_taken()
     assert_eq!((needed_bytes, available_bytes), (3 * UNIT, 2 * UNIT));
     assert!(grow_bytes >= 3 * UNIT && error.to_string().contains("sublet ps"), "{error}");
     assert_eq!(stage.pager().report().paged_bytes, 2 * UNIT);
-    // Others have taken it meanwhile.
+    // Others have taken the host memory meanwhile.
     most_bytes.store(0, Ordering::Relaxed);
     stage.try_use(&[0], 0, true).expect("it has the frame");
     let error = stage.try_use(&[1], 0, true).expect_err("what has the frame has no place to go");

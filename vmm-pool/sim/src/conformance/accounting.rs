@@ -1,4 +1,4 @@
-//! Cases about how much memory is free, and when.
+//! Cases about free memory: how much there is, and when.
 
 use std::os::fd::AsFd;
 
@@ -16,7 +16,7 @@ case_list![
     out_of_memory_leaves_nothing_behind,
 ];
 
-/// Enough to stand out from the noise of a shared device.
+/// The number of granules that stands out from the noise of a shared device.
 const GRANULES: u64 = 32;
 
 #[track_caller]

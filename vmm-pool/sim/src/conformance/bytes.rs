@@ -1,4 +1,4 @@
-//! Cases about contents: where bytes are, who sees them, and how long they last.
+//! Cases about contents: where bytes are, who sees them, and how long they stay.
 
 #![expect(
     unsafe_code,

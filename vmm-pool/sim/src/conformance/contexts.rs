@@ -1,6 +1,6 @@
-//! Cases about contexts: what depends on the one that is current, and what does not.
+//! Cases about contexts: the calls that depend on the current context, and those that do not.
 //!
-//! Those about two devices do nothing where there is one.
+//! Cases about two devices do nothing where there is one.
 
 #![expect(
     unsafe_code,
@@ -25,7 +25,7 @@ case_list![
     host_memory_pinned_for_one_context_serves_copies_of_another,
 ];
 
-/// The other device of the cases that take two.
+/// The other device of the cases that use two.
 const OTHER: DeviceOrdinal = DeviceOrdinal(1);
 const INVALID: &[DriverCode] = &[DriverCode::INVALID_VALUE];
 
@@ -33,7 +33,7 @@ fn has_two<D: Driver>(driver: &D) -> bool {
     driver.device_count().expect("count") > 1
 }
 
-/// Runs `body` on a thread on which no context has been made current.
+/// Runs `body` on a thread where no context has been made current.
 fn without_context(body: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let ended = scope.spawn(body).join();
@@ -41,7 +41,7 @@ fn without_context(body: impl FnOnce() + Send) {
     });
 }
 
-/// A stream of the other device, whose context is current afterwards.
+/// Makes a stream of the other device, whose context is current afterwards.
 fn stream_of_other<D: Driver>(driver: &D) -> RawStream {
     driver.make_current(OTHER).expect("device 1 is usable");
     driver.stream_create().expect("a stream")
@@ -52,7 +52,7 @@ fn destroy<D: Driver>(driver: &D, stream: RawStream) {
     unsafe { driver.stream_destroy(stream) }.expect("stream ends");
 }
 
-/// Memory of the other device that `accessors` reach.
+/// Makes memory of the other device that `accessors` reach.
 fn mapped_on_other<D: Driver>(bench: &Bench<'_, D>, accessors: &[DeviceOrdinal]) -> Mapped {
     let range = bench.reserve(bench.granule_bytes);
     let made = bench.driver.create(range.size_bytes, &AllocationProp::pinned_on(OTHER));
@@ -85,7 +85,7 @@ fn copy_out<D: Driver>(
     driver.stream_synchronize(stream)
 }
 
-/// There and back through `stream`, with whatever context is current.
+/// Checks a copy to the device and back through `stream`, with whatever context is current.
 #[track_caller]
 fn assert_copies<D: Driver>(driver: &D, range: VaRange, stream: RawStream, seed: u8, what: &str) {
     let bytes = pattern(seed, range.size_bytes);

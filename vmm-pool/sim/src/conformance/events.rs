@@ -1,6 +1,6 @@
-//! Cases about events: what they stand for, and what waits for them.
+//! Cases about events: the work that they stand for, and the waits for them.
 //!
-//! Those about two devices do nothing where there is one.
+//! Cases about two devices do nothing where there is one.
 
 #![expect(
     unsafe_code,

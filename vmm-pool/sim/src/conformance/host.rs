@@ -51,7 +51,7 @@ fn host_prop() -> AllocationProp {
     AllocationProp { location, ..AllocationProp::pinned_on(DEVICE) }
 }
 
-/// None if the driver makes host memory by its own allocator alone.
+/// Makes a host file. `None` if the driver makes host memory only by its own allocator.
 fn host_file<D: Driver>(bench: &Bench<'_, D>) -> Option<RawHandle> {
     match bench.driver.create_host_file(bench.granule_bytes, &host_prop()) {
         Ok(handle) => Some(handle),
@@ -128,7 +128,7 @@ fn addresses_for_a_host_file_are_for_it_alone<D: Driver>(driver: &D, _: Limits) 
     refused(driver.map(place, handle), invalid, "a second time");
     bench.free(elsewhere);
     end(&bench, Mapped { range: place, handle });
-    // What nobody has mapped can be freed.
+    // A place that nobody has mapped can be freed.
     let start = driver.reserve_for_host_file(other, 0).expect("addresses");
     let place = VaRange::new(start, bench.granule_bytes);
     driver.free_of_host_file(place).expect("its reservation").expect("free");

@@ -1,4 +1,4 @@
-//! Cases about what we have devices do with pieces of memory: fingerprints, fills, and copies by a kernel.
+//! Cases about pieces of memory, and the work of devices on them: fingerprints, fills, and copies by a kernel.
 
 #![expect(
     unsafe_code,
@@ -38,7 +38,7 @@ impl<'a, D: Driver> Pinned<'a, D> {
         Self { driver, slots, start }
     }
 
-    /// The fingerprints of `pieces`.
+    /// Returns the fingerprints of `pieces`.
     fn prints(&mut self, bench: &Bench<'_, D>, pieces: &[VaRange]) -> Vec<Fingerprint> {
         for (slot, piece) in self.slots.iter_mut().zip(pieces) {
             *slot = PieceSlot::asking(*piece);
@@ -68,7 +68,7 @@ fn fingerprints_are_those_of_the_host<D: Driver>(driver: &D, _: Limits) {
     let bench = Bench::new(driver);
     let mapped = bench.mapped(bench.granule_bytes);
     let mut bytes = pattern(3, bench.granule_bytes);
-    // Zeros, but for one bit at the end, and zeros alone.
+    // Zeros with one bit at the end, and zeros alone.
     bytes[1 << 20..(1 << 20) + (256 << 10)].fill(0);
     bytes[(1 << 20) + (128 << 10) - 1] = 0x80;
     bench.write(mapped.range, &bytes);

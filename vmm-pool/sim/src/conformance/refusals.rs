@@ -1,4 +1,4 @@
-//! Cases about what a driver refuses, and with which code.
+//! Cases about the calls that a driver refuses, and the codes.
 
 #![expect(
     unsafe_code,
@@ -15,13 +15,13 @@ use sublet_driver::{
     RawHandle, VaRange,
 };
 
-/// The code for an argument that is wrong.
+/// The code for a wrong argument.
 const INVALID: &[DriverCode] = &[DriverCode::INVALID_VALUE];
-/// For a handle that is none: drivers differ between the two.
+/// The codes for a value that is no handle: drivers differ between the two.
 const NO_HANDLE: &[DriverCode] = &[DriverCode::INVALID_VALUE, DriverCode::INVALID_HANDLE];
-/// For a partial mapping: driver 580 says `NOT_SUPPORTED`, the manual `INVALID_VALUE`.
+/// The codes for a partial mapping: driver 580 returns `NOT_SUPPORTED`, the manual says `INVALID_VALUE`.
 const PARTIAL: &[DriverCode] = &[DriverCode::NOT_SUPPORTED, DriverCode::INVALID_VALUE];
-/// For a descriptor that is no export: drivers differ, and some call the operating system first.
+/// The codes for a descriptor that is no export: drivers differ, and some call the operating system first.
 const NO_EXPORT: &[DriverCode] = &[
     DriverCode::INVALID_VALUE,
     DriverCode::INVALID_HANDLE,
@@ -30,7 +30,7 @@ const NO_EXPORT: &[DriverCode] = &[
     DriverCode::UNKNOWN,
     DriverCode(304),
 ];
-/// For a device that does not exist: `cuMemCreate` checks its arguments before the device.
+/// The codes for a device that does not exist: `cuMemCreate` checks its arguments before the device.
 const NO_DEVICE: &[DriverCode] = &[DriverCode::INVALID_DEVICE, DriverCode::INVALID_VALUE];
 
 case_list![
@@ -92,8 +92,8 @@ fn map_outside_a_reservation_harms_nothing<D: Driver>(driver: &D, _: Limits) {
     let range = bench.reserve(2 * bench.granule_bytes);
     let beyond =
         VaRange::new(DeviceAddress(range.start.0 + bench.granule_bytes), 2 * bench.granule_bytes);
-    // Known difference: driver 580 maps past the end of a reservation when the addresses there are free;
-    // the simulated driver refuses, as the manual has it.
+    // Known difference: driver 580 maps past the end of a reservation when the addresses there are free; the simulated driver
+    // refuses, as the manual says.
     match driver.map(beyond, handle) {
         Ok(()) => bench.unmap(beyond),
         Err(error) => assert!(INVALID.contains(&error.code), "map past the end: {error}"),
@@ -159,7 +159,7 @@ fn unmap_of_nothing_harms_nothing<D: Driver>(driver: &D, _: Limits) {
     let range = bench.reserve(bench.granule_bytes);
     // SAFETY: nothing is mapped there.
     let result = unsafe { driver.unmap(range) };
-    // Known difference: driver 580 lets an unmap of nothing pass; the simulated driver refuses it.
+    // Known difference: driver 580 accepts an unmap of nothing; the simulated driver refuses it.
     if let Err(error) = result {
         assert!(INVALID.contains(&error.code), "unmap of a bare reservation: {error}");
     }

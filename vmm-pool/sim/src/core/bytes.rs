@@ -14,27 +14,27 @@ use crate::memory::{Coded, Memory};
 use crate::vm;
 use sublet_driver::{AccessDesc, DeviceAddress, DeviceOrdinal, DriverCode, Location, VaRange};
 
-/// Most bytes copied before the mapping is looked up again.
+/// The most bytes that are copied before the mapping is looked up again.
 const COPY_CHUNK_BYTES: u64 = 4 << 20;
 
-/// The kind of access to a range that a kernel means to make.
+/// The kind of access that a kernel makes to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Touch {
-    /// Load from it.
+    /// It loads from the range.
     Read,
-    /// Store to it, and perhaps load.
+    /// It stores to the range, and may load.
     Write,
 }
 
-/// Proof that some ranges may be touched; while it lives, no mapping of the process changes.
+/// Proof that some ranges may be accessed. While it lives, no mapping of the process changes.
 #[derive(Debug)]
 pub struct AccessGuard<'a> {
     _memory: RwLockReadGuard<'a, Memory>,
 }
 
 impl Core {
-    /// Checks that `device` may touch all of `ranges`, and keeps it so while the guard lives. A range
-    /// outside every reservation is host memory, for which the caller vouches.
+    /// Checks that `device` may access all of `ranges`, and keeps the mappings while the guard lives. A range outside every
+    /// reservation is host memory, for which the caller vouches.
     ///
     /// # Errors
     /// `ILLEGAL_ADDRESS`.
@@ -50,8 +50,8 @@ impl Core {
         Ok(AccessGuard { _memory: memory })
     }
 
-    /// Checks a copy as the driver does before it takes the copy: `current` may reach what is mapped in `ranges`.
-    /// Addresses where nothing is mapped are left to the work itself.
+    /// Checks a copy as the driver does before it accepts the copy: `current` must have access to the mapped memory in
+    /// `ranges`. The work itself checks addresses where nothing is mapped.
     ///
     /// # Errors
     /// `INVALID_VALUE`.
@@ -65,7 +65,7 @@ impl Core {
         }
     }
 
-    /// Counts a copy of `device` whose host side is pinned for others only: it works, and is slow.
+    /// Counts a copy of `device` whose host side is pinned only for other devices: it works, and is slow.
     pub(crate) fn note_host_side(&self, device: DeviceOrdinal, address: u64) {
         if self.read().is_pinned_for_others(address, device) {
             self.foreign_pins.fetch_add(1, Ordering::Relaxed);
@@ -77,7 +77,7 @@ impl Core {
         self.foreign_pins.load(Ordering::Relaxed)
     }
 
-    /// Copies `size_bytes` bytes; each side is reached as its device would.
+    /// Copies `size_bytes` bytes. Each side is accessed as its device would.
     ///
     /// # Safety
     /// An address outside every reservation is host memory of this process that the caller may use so.
@@ -103,7 +103,7 @@ impl Core {
         Ok(())
     }
 
-    /// Fills a range with copies of `pattern`, whose length divides the chunk size, as `device` would.
+    /// Fills a range with copies of `pattern`, as `device` would. The length of `pattern` divides the chunk size.
     ///
     /// # Safety
     /// As [`Self::copy`].
@@ -122,8 +122,8 @@ impl Core {
         Ok(())
     }
 
-    /// Fills a range with copies of `pattern`, whose length divides the chunk size, as `device` would. Safe: what is
-    /// neither reserved nor registered is refused, so that no other host memory is touched.
+    /// Fills a range with copies of `pattern`, as `device` would. The length of `pattern` divides the chunk size. Safe: a range
+    /// that is neither reserved nor registered is refused, so no other host memory is touched.
     ///
     /// # Errors
     /// `ILLEGAL_ADDRESS`.
@@ -140,8 +140,8 @@ impl Core {
         Ok(())
     }
 
-    /// Does a range hold copies of `pattern`, whose length divides the chunk size, and nothing else, as `device`
-    /// sees it? Safe as [`Self::fill_device`].
+    /// Does a range hold only copies of `pattern`, as `device` sees it? The length of `pattern` divides the chunk size. Safe as
+    /// [`Self::fill_device`].
     ///
     /// # Errors
     /// `ILLEGAL_ADDRESS`.
@@ -162,7 +162,7 @@ impl Core {
             // SAFETY: as in `fill_device`; `seen` has this length.
             unsafe { vm::copy(to, from, seen.len()) };
             drop(memory);
-            // A pattern at a time: a test build compares slices fast and single elements slowly.
+            // It compares one pattern at a time: a test build compares slices fast and single elements slowly.
             if !seen.chunks(pattern.len()).all(|part| *part == pattern[..part.len()]) {
                 return Ok(false);
             }
@@ -192,8 +192,8 @@ impl Core {
         checked
     }
 
-    /// Is there nothing that anybody wrote in a range, as `device` sees it: zeros, or what new memory has in it? The range
-    /// begins at a multiple of 64 KiB of an allocation, or holds zeros. Safe as [`Self::fill_device`].
+    /// Has nobody written in a range, as `device` sees it? It then holds zeros, or the contents of new memory. The range begins
+    /// at a multiple of 64 KiB of an allocation, or holds zeros. Safe as [`Self::fill_device`].
     ///
     /// # Errors
     /// `ILLEGAL_ADDRESS`.
@@ -203,7 +203,7 @@ impl Core {
     }
 }
 
-/// Is all of it within one reservation, or registered? Both stay mapped while `memory` is locked.
+/// Is the whole range within one reservation, or registered? Both stay mapped while `memory` is locked.
 fn check_reserved(memory: &Memory, start: u64, size_bytes: u64) -> Coded<()> {
     let reservation = memory.reservation_at(DeviceAddress(start));
     let reservation = reservation.or_else(|| memory.host_range_at(start));

@@ -22,7 +22,7 @@ pub(super) struct Events {
 #[derive(Clone, Debug)]
 struct Event {
     context: SimContext,
-    /// The point of a stream that the event stands for; none before the first record.
+    /// The point of a stream that the event stands for; `None` before the first record.
     mark: Option<Mark>,
 }
 
@@ -56,7 +56,7 @@ impl Core {
         lock(&self.events).live.remove(&event.0).map(drop).ok_or(DriverCode::INVALID_HANDLE)
     }
 
-    /// Has `event` stand for the work of `stream` so far.
+    /// Makes `event` stand for the work of `stream` so far.
     ///
     /// # Errors
     /// `INVALID_HANDLE`, also for a stream of another context; the failure of earlier work on the device.
@@ -100,7 +100,7 @@ impl Core {
         self.device_failure(context.device)
     }
 
-    /// Has later work of `stream` wait for the work that `event` stands for now.
+    /// Makes later work of `stream` wait for the work that `event` stands for now.
     ///
     /// # Errors
     /// `INVALID_HANDLE`; the failure of earlier work on the stream's device.

@@ -19,13 +19,13 @@ impl Core {
         self.device(device).is_ok_and(|entry| entry.has_kernels.load(Ordering::Acquire))
     }
 
-    /// Loads them.
+    /// Loads our kernels on `device`.
     pub(crate) fn load_kernels(&self, device: DeviceOrdinal) -> Coded<()> {
         self.device(device)?.has_kernels.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Is all of the slots host memory that is registered?
+    /// Are all slots in registered host memory?
     ///
     /// # Errors
     /// `INVALID_VALUE`.
@@ -34,7 +34,7 @@ impl Core {
         self.check_registered(VaRange::new(DeviceAddress(first), size_bytes))
     }
 
-    /// Is all of a range host memory that is registered?
+    /// Is the whole range in registered host memory?
     ///
     /// # Errors
     /// `INVALID_VALUE`.
@@ -47,7 +47,7 @@ impl Core {
         }
     }
 
-    /// Takes the fingerprints by `keys` that `count` slots from `first` on ask for, as `device` would.
+    /// Takes the fingerprints by `keys` for the `count` slots from `first` on, as `device` would.
     ///
     /// # Safety
     /// The slots are live memory of this process, and nobody else touches them.

@@ -1,4 +1,4 @@
-//! Physical memory, addresses and host memory: the tables, with what they need of the node.
+//! Physical memory, addresses and host memory: the tables, and their use of the node.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -12,7 +12,7 @@ use sublet_driver::{
 
 const PUBLISHED_MAGIC: &[u8; 8] = b"simipc01";
 
-/// The name of a live allocation without flags, for another process to open. It holds nothing.
+/// The name of a live allocation without flags, for another process to open. The name does not hold the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct PublishedName(BlockName);
 
@@ -32,7 +32,7 @@ impl PublishedName {
         bytes
     }
 
-    /// The name that `bytes` hold, if they hold one.
+    /// Reads a name from `bytes`, if they hold one.
     pub fn from_bytes(bytes: &[u8; 64]) -> Option<Self> {
         if !bytes.starts_with(PUBLISHED_MAGIC) {
             return None;
@@ -64,7 +64,7 @@ impl Core {
         if self.options.virtual_memory { Ok(()) } else { Err(DriverCode::NOT_SUPPORTED) }
     }
 
-    /// `prop` with the device counted as the node does.
+    /// Returns `prop` with the node's number of the device.
     fn to_node(&self, prop: &AllocationProp) -> Coded<AllocationProp> {
         let mut prop = *prop;
         if let Some(device) = prop.location.as_device() {
@@ -74,7 +74,7 @@ impl Core {
         Ok(prop)
     }
 
-    /// `prop` with the device counted as this process does.
+    /// Returns `prop` with this process's number of the device.
     fn as_seen_here(&self, prop: &AllocationProp) -> Coded<AllocationProp> {
         let mut prop = *prop;
         if prop.location.kind == LocationKind::DEVICE {
@@ -95,7 +95,7 @@ impl Core {
             .ok_or(DriverCode::OUT_OF_MEMORY)
     }
 
-    /// Checks what an allocation is asked to be; returns its granularity in bytes.
+    /// Checks the properties of a new allocation. Returns its granularity in bytes.
     ///
     /// # Errors
     /// As [`sublet_driver::Driver::allocation_granularity`].
@@ -150,7 +150,7 @@ impl Core {
         memory.block_of(handle)?.export().map_err(|e| io_code(&e))
     }
 
-    /// A descriptor that holds the memory at `address` and cannot be imported (a DMA-BUF).
+    /// Returns a descriptor that holds the memory at `address` and cannot be imported (a DMA-BUF).
     ///
     /// # Errors
     /// `INVALID_VALUE` when nothing is mapped there.
@@ -170,7 +170,7 @@ impl Core {
         self.check_vmm()?;
         let block = self.node.import_block(fd).ok().flatten().ok_or(DriverCode::INVALID_VALUE)?;
         let prop = self.as_seen_here(&block.name().prop)?;
-        // Driver 580: only the process that created memory exports it.
+        // Driver 580: only the process that created memory can export it.
         let prop = AllocationProp { requested_handle_types: 0, ..prop };
         Ok(self.write().add_handle(block, prop, Whose::Imported))
     }
@@ -185,7 +185,7 @@ impl Core {
         self.read().foreign()
     }
 
-    /// The name of the memory mapped at `address`.
+    /// Returns the name of the memory mapped at `address`.
     ///
     /// # Errors
     /// `INVALID_VALUE` when nothing is mapped there.
@@ -196,7 +196,7 @@ impl Core {
             .ok_or(DriverCode::INVALID_VALUE)
     }
 
-    /// A handle for published memory.
+    /// Opens a handle for published memory.
     ///
     /// # Errors
     /// `INVALID_VALUE` when nobody holds it any more.
@@ -217,7 +217,7 @@ impl Core {
         self.read().prop_of(handle)
     }
 
-    /// One more reference to the handle mapped at `address`.
+    /// Adds a reference to the handle mapped at `address`.
     ///
     /// # Errors
     /// `INVALID_VALUE` when nothing is mapped there.
@@ -261,8 +261,8 @@ impl Core {
         self.write().map(range, handle)
     }
 
-    /// As [`sublet_driver::Driver::unmap`], but safe: work that still uses the addresses is not waited for. It has failed
-    /// with `ILLEGAL_ADDRESS`, and its device's context with it.
+    /// As [`sublet_driver::Driver::unmap`], but safe: it does not wait for work that still uses the addresses. That work fails
+    /// with `ILLEGAL_ADDRESS`, and so does its device's context.
     ///
     /// # Errors
     /// As there.
@@ -302,8 +302,8 @@ impl Core {
         memory.set_access(range, access)
     }
 
-    /// Memory of `device` with an address, reachable from all devices, as `cuMemAlloc` gives it. It needs
-    /// no virtual memory management.
+    /// Allocates memory of `device` with an address, reachable from all devices, as `cuMemAlloc` does. It needs no virtual
+    /// memory management.
     ///
     /// # Errors
     /// `INVALID_VALUE` for zero bytes; `INVALID_DEVICE`; `OUT_OF_MEMORY`.
@@ -320,10 +320,10 @@ impl Core {
         self.attach(handle, size_bytes)
     }
 
-    /// Gives `handle` an address that all devices reach, and the mapping the only reference to it.
+    /// Gives `handle` an address that all devices reach. The mapping then has the only reference to it.
     ///
     /// # Errors
-    /// As those of reserving and mapping; the reference is then given back too.
+    /// The errors of reserving and mapping; the reference is then given back too.
     pub fn attach(&self, handle: RawHandle, size_bytes: u64) -> Coded<VaRange> {
         let placed = self.attach_mapped(handle, size_bytes);
         self.release_memory(handle)?;
@@ -340,8 +340,8 @@ impl Core {
             .collect();
         let placed = memory.map(range, handle).and_then(|()| memory.set_access(range, &everybody));
         if let Err(code) = placed {
-            // Whatever was done is undone; what was not refuses, which is as good. The handle is still
-            // held, so no block can come out.
+            // Each step that was done is undone. A refusal of the rest has the same effect. The handle is still held, so no
+            // block can come out.
             memory.unmap(range).ok();
             memory.free(range)?;
             return Err(code);
@@ -349,7 +349,7 @@ impl Core {
         Ok(range)
     }
 
-    /// Gives back what [`Self::allocate`] or [`Self::attach`] gave.
+    /// Frees memory from [`Self::allocate`] or [`Self::attach`].
     ///
     /// # Errors
     /// `INVALID_VALUE` when `range` is no such memory.
@@ -358,7 +358,7 @@ impl Core {
         self.free_addresses(range)
     }
 
-    /// The access flags of `place` at `address`.
+    /// Returns the access flags of `place` at `address`.
     ///
     /// # Errors
     /// `INVALID_VALUE` when nothing is mapped there.
@@ -366,12 +366,12 @@ impl Core {
         self.read().access_of(address, place)
     }
 
-    /// The mapping at `address`.
+    /// Returns the mapping at `address`.
     pub fn mapping_at(&self, address: DeviceAddress) -> Option<MappingInfo> {
         self.read().mapping_at(address)
     }
 
-    /// The reservation at `address`.
+    /// Returns the reservation at `address`.
     pub fn reservation_at(&self, address: DeviceAddress) -> Option<VaRange> {
         self.read().reservation_at(address)
     }

@@ -16,7 +16,7 @@ const STREAM_ID_STEP: u64 = 0x10;
 #[derive(Debug)]
 pub(super) struct Streams {
     pub(super) live: BTreeMap<u64, Arc<Stream>>,
-    /// Those that have ended before their work was done. Who waits for their context waits for it too.
+    /// Streams that have ended before their work was done. A wait for their context waits for them too.
     ending: Vec<Arc<Stream>>,
     next: u64,
     /// Values of streams that have ended, reused last in first out as the real driver does.
@@ -39,7 +39,7 @@ impl Streams {
 }
 
 impl Core {
-    /// Makes a stream of a context, the primary one where a device is named.
+    /// Makes a stream of a context. A device stands for its primary context.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; `OUT_OF_MEMORY` when no thread can be started.
@@ -75,7 +75,7 @@ impl Core {
         Ok(stream)
     }
 
-    /// The default stream of a context.
+    /// Returns the default stream of a context.
     ///
     /// # Errors
     /// As [`Self::new_stream`].
@@ -95,7 +95,7 @@ impl Core {
         lock(&self.streams).live.get(&stream.0).cloned().ok_or(DriverCode::INVALID_HANDLE)
     }
 
-    /// The device of `stream`.
+    /// Returns the device of `stream`.
     ///
     /// # Errors
     /// `INVALID_HANDLE`.
@@ -103,7 +103,7 @@ impl Core {
         Ok(self.stream_context(stream)?.device)
     }
 
-    /// The context of `stream`.
+    /// Returns the context of `stream`.
     ///
     /// # Errors
     /// `INVALID_HANDLE`.
@@ -111,7 +111,7 @@ impl Core {
         Ok(self.stream(stream)?.context)
     }
 
-    /// Tells how `stream` is ordered against others.
+    /// Returns the order of `stream` against others.
     ///
     /// # Errors
     /// `INVALID_HANDLE`.
@@ -122,7 +122,7 @@ impl Core {
     /// Ends a stream; its work still completes.
     ///
     /// # Errors
-    /// `INVALID_HANDLE` for no stream, or a default one.
+    /// `INVALID_HANDLE` for a value that is no stream, or for a default stream.
     pub fn end_stream(&self, stream: RawStream) -> Coded<()> {
         let entry = self.stream(stream)?;
         if entry.kind == StreamKind::Default {
@@ -144,7 +144,7 @@ impl Core {
         streams.live.values().filter(|stream| stream.kind != StreamKind::Default).count()
     }
 
-    /// Submits work to a stream, after what the order against the default stream asks for.
+    /// Submits work to a stream, behind the work that the default stream's order puts before it.
     ///
     /// # Errors
     /// `INVALID_HANDLE`; the failure of earlier work on the device.
@@ -152,7 +152,7 @@ impl Core {
         self.submit_to(&self.stream(stream)?, work).map(drop)
     }
 
-    /// As [`Self::enqueue`]. Says where the stream is when the work is done.
+    /// Does the same as [`Self::enqueue`]. Returns the point of the stream at which the work is done.
     pub(super) fn submit_to(&self, entry: &Arc<Stream>, work: Work) -> Coded<Mark> {
         self.device_failure(entry.context.device)?;
         self.called();
@@ -182,7 +182,7 @@ impl Core {
         Ok(entry.submit(work))
     }
 
-    /// The streams whose earlier work comes before new work of `stream`.
+    /// Returns the streams whose earlier work comes before new work of `stream`.
     fn ordered_before(&self, stream: &Stream) -> Vec<Arc<Stream>> {
         let wanted = match stream.kind {
             StreamKind::Default => StreamKind::Blocking,
@@ -197,14 +197,14 @@ impl Core {
             .collect()
     }
 
-    /// Those that have ended before their work was done, or known to be, are among them.
+    /// Returns all streams. Those that have ended are among them until their work is known to be done.
     fn all_streams(&self) -> Vec<Arc<Stream>> {
         let streams = lock(&self.streams);
         streams.live.values().chain(&streams.ending).cloned().collect()
     }
 
-    /// Ends the context of every device that has work under way, or queued, which touches a part of `range`: what it
-    /// touches goes now, and nobody waits for it.
+    /// Ends the context of every device with running or queued work that uses a part of `range`: that memory goes now, and
+    /// nobody waits for the work.
     pub(super) fn pull_from_under_work(&self, range: VaRange) {
         for stream in self.all_streams().into_iter().filter(|stream| stream.uses(range)) {
             tracing::error!(?range, ?stream, "memory goes that work still uses");
@@ -224,7 +224,7 @@ impl Core {
         self.device_failure(entry.context.device)
     }
 
-    /// Is work of `stream` queued or running? For tests: nobody is told that anything is done.
+    /// Is work of `stream` queued or running? For tests: it does not count as a caller's knowledge that work is done.
     ///
     /// # Errors
     /// `INVALID_HANDLE`.
@@ -252,7 +252,7 @@ impl Core {
         self.device_failure(device)
     }
 
-    /// Waits for all work submitted to a context, and to no other.
+    /// Waits for all work submitted to one context.
     ///
     /// # Errors
     /// `INVALID_DEVICE`; the failure of earlier work on the device.

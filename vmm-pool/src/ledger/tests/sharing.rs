@@ -1,4 +1,4 @@
-//! Tests of other processes' hold on memory: tickets, descriptors and importers.
+//! Tests of the holds that other processes have on memory: tickets, descriptors and importers.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -39,7 +39,7 @@ fn a_descriptor_is_kept_or_comes_out() {
     assert_ne!(replaced.as_raw_fd(), kept);
     let nobodys = ledger.rows.keep_export(id(9), third).expect("there is no such memory");
     assert_eq!(nobodys.as_raw_fd(), refused);
-    // With the last ticket it goes.
+    // It is released with the last ticket.
     let (other, other_raw) = ledger.begin_export(handle).unwrap();
     assert!(other_raw.is_none(), "one is kept already");
     assert!(ledger.redeemed(id(1), serial, by_peer).unwrap().0.is_none());
@@ -93,11 +93,11 @@ fn what_has_a_descriptor_or_stays_or_is_nobody_elses_is_not_exported_again() {
     ledger.rows.set_stays(&[(id(2), StayReason::Pinned)]).unwrap();
     let wanted = ledger.rows.begin_fetching(&whole(&ledger));
     assert_eq!(wanted.iter().map(|(id, ..)| *id).collect::<Vec<_>>(), [id(2)]);
-    // Nobody fetches what stays, and a process that has it keeps it.
+    // Nobody fetches memory that stays, and a process that has it keeps it.
     assert!(ledger.end_fetching(&whole(&ledger)).is_empty());
     assert_eq!(ledger.rows.get(stays).unwrap().sharing().importers(), [PEER]);
     assert_eq!(ledger.rows.get(stays).unwrap().reason_to_stay(), None, "the pause is over");
-    // Of another selection nothing is looked at.
+    // A selection without this memory does not look at it.
     let none = ledger.rows.choose(&Selection::Tagged(Tags::All, Whose::Everybody));
     assert!(ledger.rows.begin_fetching(&none).is_empty());
 }
@@ -159,7 +159,7 @@ fn a_descriptor_that_a_ticket_needs_is_not_spare() {
 }
 
 thread_local! {
-    /// The number of questions whether a ticket is closed.
+    /// The number of checks whether a ticket is closed.
     static ASKED: Cell<u64> = const { Cell::new(0) };
 }
 

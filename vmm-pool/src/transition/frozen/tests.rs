@@ -18,7 +18,7 @@ fn pool() -> (Arc<Pool<SimDriver>>, Keeper<SimDriver>) {
     Pool::new(Arc::new(driver), 1, Vec::new)
 }
 
-/// A pool with one allocation full of sevens, away.
+/// Makes a pool with one allocation full of sevens, which is off its device.
 fn paused() -> (Arc<Pool<SimDriver>>, Keeper<SimDriver>, VaRange) {
     let (pool, keeper) = pool();
     let (entered, prop) = (pool.enter(), AllocationProp::pinned_on(GPU));

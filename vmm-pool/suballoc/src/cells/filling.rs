@@ -1,4 +1,4 @@
-//! Zeros in memory that a cell had before, and another is to have.
+//! Zeros in memory that one cell had before and another is to get.
 
 #![expect(unsafe_code, reason = "fills device memory through the driver")]
 
@@ -11,14 +11,14 @@ use vmm_pool::driver::{
 };
 use vmm_pool::{Describe, Entered, PoolResult};
 
-/// The longest wait for a fill. A device clears a terabyte in a second, where nothing keeps it busy.
+/// The longest wait for a fill. An idle device clears a terabyte in a second.
 const FILL_MAX: Duration = Duration::from_mins(1);
 
-/// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are. Calls `on_late` where the
-/// fill may still come after this has returned.
+/// Fills `range` with zeros, on a thread of ours: the caller's context and captures stay as they are. Calls `on_late` if the
+/// fill may still happen after this call has returned.
 ///
 /// # Errors
-/// [`vmm_pool::PoolError::Driver`], with `NOT_READY` where there is no thread, and where the fill takes longer than [`FILL_MAX`].
+/// [`vmm_pool::PoolError::Driver`], with `NOT_READY` if there is no thread, or if the fill takes longer than [`FILL_MAX`].
 pub(super) fn clear<D: Driver>(
     entered: &Entered<'_, D>,
     range: VaRange,
@@ -54,7 +54,7 @@ pub(super) fn clear<D: Driver>(
     outcome.about(about, range.size_bytes, device)
 }
 
-/// Says also which stream the driver would not end.
+/// Clears `range` on the calling thread. Also returns the stream, if the driver would not end it.
 fn clear_on_this_thread<D: Driver>(
     driver: &D,
     range: VaRange,
@@ -65,8 +65,8 @@ fn clear_on_this_thread<D: Driver>(
         Ok(stream) => stream,
         Err(error) => return (Err(error), None),
     };
-    // SAFETY: the range is mapped, and stays so: its slab lives, since the cell is held until the fill has ended, and nobody may use
-    // these addresses before the caller's call has come back, or at all where that did not wait for the end.
+    // SAFETY: the range is mapped, and stays so: its slab lives, since the cell is held until the fill has ended. Nobody may
+    // use these addresses before the caller's call has returned, or at all if that call did not wait for the end.
     let filled = unsafe { driver.fill_with_zeros(range, stream) };
     let outcome = filled.and_then(|()| driver.stream_synchronize(stream));
     // SAFETY: the stream is ours, and nobody queues anything there any more.

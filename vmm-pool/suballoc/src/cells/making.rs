@@ -1,4 +1,4 @@
-//! Slabs come and go: made for cells, mapped in windows, and taken down.
+//! The creation and end of slabs: they are made for cells, mapped in windows, and taken down.
 
 use vmm_pool::driver::{AccessDesc, DeviceAddress, Driver, VaRange};
 use vmm_pool::{Describe, Entered, Inside, PoolError, PoolResult, VirtualHandle};
@@ -33,7 +33,7 @@ impl Slabs {
         cell
     }
 
-    /// A slab with room for a cell of `cell_bytes`; none where the device's unit does not divide that.
+    /// Makes a slab with room for a cell of `cell_bytes`. `None` if the device's unit does not divide that size.
     fn make_slab<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -59,21 +59,21 @@ impl Slabs {
         Ok(Some(self.table().insert(new, window, &access)))
     }
 
-    /// Takes down what nobody has any more. The caller's call is done already: what the driver refuses is tried again
-    /// with the next.
+    /// Takes down slabs and windows that nobody has any more. The caller's call is done already: parts that the driver refuses
+    /// are tried again with the next call.
     pub(super) fn take_down<D: Driver>(&self, inside: &Inside<'_, D>, ended: Ended) {
         let mut all = std::mem::take(&mut self.table().refused);
         all.push(ended);
         for ended in all {
             if let Some(left) = self.try_take_down(inside, ended) {
                 self.table().refused.push(left);
-                // Who waits for that is to know.
+                // Threads that wait for this need to hear of it.
                 self.changed.notify_all();
             }
         }
     }
 
-    /// Takes `ended` down. Returns the part that the driver would not take.
+    /// Takes `ended` down. Returns the part that the driver refused.
     fn try_take_down<D: Driver>(&self, inside: &Inside<'_, D>, mut ended: Ended) -> Option<Ended> {
         while let Some((window, mounted)) = ended.mounted.last().copied() {
             match inside.unmap(mounted) {
@@ -89,7 +89,7 @@ impl Slabs {
         if let Some(row) = ended.row
             && let Err(error) = inside.release(row)
         {
-            // It is gone from the ledger, and offered to the driver again.
+            // The memory is gone from the ledger, and is offered to the driver again.
             tracing::error!(%error, "memory of a slab stays until the next pause");
         }
         for window in ended.windows {
@@ -101,7 +101,7 @@ impl Slabs {
     }
 }
 
-/// Maps the slab `row`, whose reference is used up where that fails, in a new window.
+/// Maps the slab `row` in a new window. If that fails, the reference to the row is used up.
 pub(super) fn map_window<D: Driver>(
     entered: &Entered<'_, D>,
     row: VirtualHandle,

@@ -1,12 +1,12 @@
-//! Cells: small allocations of a library's own, made as parts of slabs ([`crate::slabs`]).
+//! Cells: small allocations of a library, made as parts of slabs ([`crate::slabs`]).
 //!
-//! The driver cannot map a part of an allocation. So a slab is mapped as a whole, in a window of ours, as soon as it is
-//! there, and the addresses that the library asks for next are the cell's in that window. What the library then does with
-//! the cell (map, give access, unmap, release, free the addresses) takes no driver call but the first access of a device.
-//! The other ways are in `placing`.
+//! The driver cannot map a part of an allocation. So a slab is mapped as a whole, in a window of ours, as soon as it exists.
+//! The addresses that the library requests next are the cell's in that window. The library then maps the cell, gives access,
+//! unmaps, releases, and frees the addresses. None of that needs a driver call, except the first access of a device. `placing`
+//! has the other cases.
 //!
-//! The calls of [`Front`] are for what callers hold, cells or not; those of [`Entered`] and [`Inside`] are for rows alone. The
-//! table's lock is a leaf: nothing is asked of the driver or the ledger under it.
+//! The calls of [`Front`] are for what callers hold, cells or not. The calls of [`Entered`] and [`Inside`] are for rows alone.
+//! The table's lock is a leaf: no call to the driver or the ledger is made under it.
 
 mod filling;
 mod making;
@@ -37,8 +37,8 @@ fn this_thread() -> ThreadId {
 }
 
 impl<D: Driver> Front<D> for Slabs {
-    /// A cell where it may be one, an allocation of its own otherwise. A slab is made for the first cell, and for each that
-    /// finds no room.
+    /// Makes a cell if the memory may be one, and otherwise an allocation of its own. A slab is made for the first cell, and
+    /// for each cell that finds no room.
     fn create(&self, entered: &Entered<'_, D>, new: NewMemory) -> PoolResult<VirtualHandle> {
         let NewMemory { size_bytes, prop, class, is_alone } = new;
         self.table().aim(this_thread(), None);
@@ -107,8 +107,8 @@ impl<D: Driver> Front<D> for Slabs {
         }
     }
 
-    /// Takes no driver call for a cell where its addresses are. `cuMemMap` for a slab in a room; `cuMemsetD8Async` for a
-    /// cell at the addresses of another that is gone; `cuMemCreate` for one that becomes an allocation of its own.
+    /// Maps a cell at its own addresses without a driver call. `cuMemMap` for a slab in a room; `cuMemsetD8Async` for a cell at
+    /// the addresses of a former cell; `cuMemCreate` for a cell that becomes an allocation of its own.
     fn map(
         &self,
         entered: &Entered<'_, D>,
@@ -147,7 +147,8 @@ impl<D: Driver> Front<D> for Slabs {
         outcome
     }
 
-    /// A device that gets rights to one cell gets them to its slab, and keeps them there; it is said to have what was set.
+    /// Sets access rights. A device that gets rights to a cell gets them to the whole slab, and keeps them. Callers see the
+    /// rights that were set on the cell.
     fn set_access(
         &self,
         entered: &Entered<'_, D>,
@@ -184,8 +185,8 @@ impl<D: Driver> Front<D> for Slabs {
             || slabs.room_bytes(size_bytes, alignment).is_some()
     }
 
-    /// Those of the cell that this thread has just got, where it asks for as many bytes; a room for any that its memory may
-    /// go to, where it has cells.
+    /// Returns the addresses of the cell that this thread has just got, if it requests as many bytes. Otherwise it returns a
+    /// room for any memory that may be mapped there, if the process has cells.
     fn take_addresses(
         &self,
         entered: &Entered<'_, D>,
@@ -241,7 +242,7 @@ impl<D: Driver> Front<D> for Slabs {
             };
             match held {
                 StandsFor::Row(row) => return entered.export(row),
-                // A caller that maps it later, wherever that is, is not kept from doing so.
+                // A caller that maps the cell later, at any address, can still do so.
                 StandsFor::Cell(cell) if cell.is_unplaced => self.stand_alone(entered, cell)?,
                 StandsFor::Cell(cell) => {
                     return Ok(Export { part: Some(cell.part), ..entered.export(cell.row)? });

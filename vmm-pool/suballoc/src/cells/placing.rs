@@ -1,11 +1,12 @@
-//! The places where memory is mapped. An allocation of its own goes where the driver takes it, unless a slab is mapped
-//! there. A cell goes:
+//! The places where memory is mapped. An allocation of its own is mapped where the driver accepts it, unless a slab is mapped
+//! there. For a cell:
 //!
 //! | what is mapped | where | way |
 //! | --- | --- | --- |
-//! | a cell | its own addresses | nothing is to be done: its slab is mapped there |
-//! | a cell | a room | its slab is mapped there, so that it lies at the room's spot |
-//! | a cell that nobody has mapped or shared yet | a spot in a slab's window where no cell is | it is there from now on: it has no bytes to bring, and what was there is cleared |
+//! | a cell | its own addresses | no driver call is made: its slab is mapped there |
+//! | a cell | a room | its slab is mapped there, so that the cell is at the room's spot |
+//! | a cell that nobody has mapped or shared yet | a spot in a slab's window where no cell is | the cell moves there: it has no
+//! contents to bring, and the old contents there are cleared |
 //! | the same | where no slab is | it becomes an allocation of its own |
 //!
 //! The rest is refused, and the refusal names the setting that helps.
@@ -19,10 +20,10 @@ use super::filling::clear;
 use super::{NEXT, refused};
 use crate::slabs::{CellAt, Ended, MapPlan, Recipe, SlabTable, Slabs, StandsFor};
 
-/// The longest time that a call waits for another thread's driver call about the same window.
+/// The longest wait of a call for another thread's driver call about the same window.
 const OTHERS_MAX: Duration = Duration::from_secs(20);
-/// The largest number of tries of a call. A try fails when what it has prepared does not hold any more. Only other
-/// threads that use the same memory simultaneously can cause that.
+/// The most tries of a call. A try fails when the state that it has prepared does not hold any more. Only other threads that
+/// use the same memory simultaneously can cause that.
 pub(super) const TRIES_MAX: usize = 32;
 
 fn cannot(code: DriverCode, range: VaRange) -> PoolError {
@@ -30,7 +31,7 @@ fn cannot(code: DriverCode, range: VaRange) -> PoolError {
 }
 
 impl Slabs {
-    /// Maps the whole of what `handle` of ours stands for.
+    /// Maps the whole memory that our `handle` stands for.
     pub(super) fn map_cell<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -79,7 +80,7 @@ impl Slabs {
         Err(cannot(DriverCode::NOT_READY, range))
     }
 
-    /// [`Entered::map`] of an allocation that is no cell.
+    /// Does [`Entered::map`] for an allocation that is no cell.
     pub(super) fn map_row<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -98,8 +99,8 @@ impl Slabs {
         mapped
     }
 
-    /// The plan for `range`, once no other thread's driver call changes what is there, and the driver has taken back what was there.
-    /// Refuses what cannot be, and what takes too long.
+    /// Returns the plan for `range`. First waits until no other thread's driver call changes the mappings there, and the driver
+    /// has taken back the old ones. Refuses plans that cannot work, and waits that take too long.
     fn settled<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -154,7 +155,7 @@ impl Slabs {
         Err(cannot(code, range))
     }
 
-    /// Offers the driver once more to unmap what it would not, around `range`.
+    /// Offers the driver again the mappings around `range` that it would not unmap.
     fn unmap_stuck<D: Driver>(&self, entered: &Entered<'_, D>, range: VaRange) -> PoolResult<()> {
         self.take_down(entered, Ended::default());
         if !self.table().is_stuck(range.start) {
@@ -167,8 +168,8 @@ impl Slabs {
         Err(refused(DriverOp::Map, DriverCode::NOT_READY, object, range.size_bytes))
     }
 
-    /// The cell, which nobody has mapped or shared, becomes an allocation of its own, which its handle stands for from now on. Nothing
-    /// happens if that is not so any more.
+    /// Turns the cell, which nobody has mapped or shared, into an allocation of its own. Its handle stands for that allocation
+    /// from now on. Nothing happens if the cell has been mapped or shared meanwhile.
     pub(super) fn stand_alone<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -186,7 +187,7 @@ impl Slabs {
             return (0..cell.references).try_for_each(|_| entered.release(row));
         };
         self.take_down(entered, ended);
-        // In this order: what another thread adds meanwhile is not among those that are looked for.
+        // The order matters: an entry that another thread adds meanwhile is not among those that are looked for.
         let mut gone: Vec<_> = self.table().alone.values().copied().collect();
         gone.retain(|row| entered.properties(*row).is_err());
         self.table().alone.retain(|_, row| !gone.contains(row));

@@ -8,7 +8,7 @@ use super::{refused, this_thread};
 use crate::slabs::{Ended, NewSlab, Slabs};
 
 impl Slabs {
-    /// A reference to `part` of the slab `id`, instead of one to its whole row.
+    /// Returns a reference to `part` of the slab `id`, instead of one to its whole row.
     pub(super) fn hold_part<D: Driver>(
         &self,
         entered: &Entered<'_, D>,
@@ -29,7 +29,7 @@ impl Slabs {
         let window = map_window(entered, row, size_bytes, 0, &[])?;
         let (held, ended, is_ours) = {
             let mut slabs = self.table();
-            // Another thread may have imported it meanwhile.
+            // Another thread may have imported the slab meanwhile.
             let known = slabs.slab_of(id).map(|(key, _)| key);
             let is_ours = known.is_none();
             let key = known.unwrap_or_else(|| {

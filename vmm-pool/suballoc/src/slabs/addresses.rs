@@ -1,6 +1,5 @@
-//! The addresses of cells: spots in windows, and the mappings there, with the sums that are kept of a window. Also
-//! rights: the driver has those of a whole slab in a window. Each cell there is said to have the rights that callers
-//! have set on it.
+//! The addresses of cells: spots in windows, the mappings there, and the sums that are kept for a window. Also rights: the
+//! driver has rights for a whole slab in a window. Callers see for each cell the rights that they have set on it.
 
 use std::collections::BTreeMap;
 use std::thread::ThreadId;
@@ -13,9 +12,9 @@ use super::{
     ROOM_UNIT_BYTES, Recipe, Slab, SlabKey, SlabTable, Under, Window, item_under,
 };
 
-// Addresses are given out.
+// Giving addresses out.
 impl SlabTable {
-    /// This thread is likely to want addresses for the cell next; or for nothing of ours.
+    /// Records that this thread is likely to request addresses for this cell next, or for none of ours.
     pub(crate) fn aim(&mut self, thread: ThreadId, handle: Option<VirtualHandle>) {
         match handle.filter(|handle| self.cells.contains_key(handle)) {
             Some(handle) => self.aims.insert(thread, handle),
@@ -23,14 +22,14 @@ impl SlabTable {
         };
     }
 
-    /// The cell that this thread wants addresses for, where they are as long as it.
+    /// Returns the cell that this thread is likely to request addresses for, if its size is `size_bytes`.
     pub(crate) fn aimed(&self, thread: ThreadId, size_bytes: u64) -> Option<CellAt> {
         let found = self.cell_at(*self.aims.get(&thread)?)?;
         (found.part.size_bytes == size_bytes).then_some(found)
     }
 
-    /// Gives the thread addresses for the cell that it has aimed at: those in the window that its slab came with where nobody has any
-    /// there. None where somebody has, or they do not begin at a multiple of `alignment`.
+    /// Gives the thread addresses for the cell that it has aimed at. They are in the window that the cell's slab came with, if
+    /// nobody has any there. `None` if somebody has, or if they do not begin at a multiple of `alignment`.
     pub(crate) fn take_spot(
         &mut self,
         thread: ThreadId,
@@ -53,8 +52,8 @@ impl SlabTable {
         Some(DeviceAddress(start))
     }
 
-    /// Returns the bytes to reserve for a room with a spot of `size_bytes`, at a multiple of `alignment`. None where
-    /// there are no rooms like that, or nobody needs any.
+    /// Returns the bytes to reserve for a room with a spot of `size_bytes`, at a multiple of `alignment`. `None` if such a room
+    /// cannot be made, or nobody needs any.
     pub(crate) fn room_bytes(&self, size_bytes: u64, alignment: u64) -> Option<u64> {
         let is_needed = self.is_on || !self.slabs.is_empty();
         let fits = (1..=CELL_BYTES_MAX).contains(&size_bytes)
@@ -63,7 +62,7 @@ impl SlabTable {
         (is_needed && fits).then_some(2 * ROOM_BYTES)
     }
 
-    /// Enters a room, for a spot of `size_bytes` in its middle, which comes out.
+    /// Enters a room, and returns the spot of `size_bytes` in its middle.
     pub(crate) fn add_room(&mut self, range: VaRange, size_bytes: u64) -> DeviceAddress {
         let start = range.start.0 + ROOM_BYTES;
         let mut room = Window::new(range, Under::Nothing, BTreeMap::new());
@@ -73,8 +72,8 @@ impl SlabTable {
         DeviceAddress(start)
     }
 
-    /// The caller gives the addresses up, which are one spot with nothing mapped. None where they are not. Addresses that
-    /// nobody needs any more come out.
+    /// Frees the caller's addresses, which are one spot with nothing mapped. `None` if they are not such a spot. Returns the
+    /// addresses that nobody needs any more.
     pub(crate) fn free_spot(&mut self, range: VaRange) -> Option<Ended> {
         let start = self.windows.window_at(range.start)?.range.start.0;
         let window = self.windows.get_mut(start)?;
@@ -91,13 +90,12 @@ impl SlabTable {
     }
 }
 
-// Memory comes there.
+// Mapping memory.
 impl SlabTable {
-    /// Plans the mapping of the cell at `range`, which is as long as the cell. A mapping that takes no steps is
-    /// recorded.
+    /// Plans the mapping of the cell at `range`, which has the size of the cell. A mapping that needs no steps is recorded.
     pub(crate) fn map(&mut self, handle: VirtualHandle, range: VaRange) -> MapPlan {
         let Some(found) = self.cell_at(handle) else {
-            // It has become an allocation of its own just now, or has ended.
+            // The cell has become an allocation of its own just now, or has ended.
             return MapPlan::StandAlone;
         };
         if self.cell_mut(handle).is_some_and(|cell| cell.before == Before::Late) {
@@ -135,13 +133,13 @@ impl SlabTable {
                     MapPlan::Odd
                 }
             }
-            // What has no bytes is as well off alone.
+            // A cell without contents can just as well be an allocation of its own.
             Under::Nothing if found.can_leave => MapPlan::StandAlone,
             Under::Nothing => {
                 let base = range.start.0.checked_sub(found.part.offset_bytes);
                 let slab_bytes = self.slabs[&found.slab].new.size_bytes;
                 let mounted = base.map(|base| VaRange::new(DeviceAddress(base), slab_bytes));
-                // Nothing is left outside the slab that a caller could map something at.
+                // No part of the room outside the slab is left where a caller could map something.
                 let fits = |mounted: &VaRange| {
                     is_empty && whole.contains(*mounted) && (is_all || *mounted == whole)
                 };
@@ -158,10 +156,9 @@ impl SlabTable {
         }
     }
 
-    /// Lists the vacancies of `size_bytes`: the slab, its row and the part of each. A vacancy is a spot whose addresses
-    /// a caller keeps with nothing there, as one does that suspends a communicator. A device without room for a further
-    /// slab has these bytes. They count also if no more slabs are made: an allocation of its own could not be mapped
-    /// there.
+    /// Lists the vacancies of `size_bytes`: for each the slab, its row and the part. A vacancy is a spot whose addresses a
+    /// caller keeps with nothing mapped, as the owner of a suspended communicator does. A device without room for another slab
+    /// still has these bytes. They count also if no more slabs are made: an allocation of its own could not be mapped there.
     pub(crate) fn vacancies(
         &self,
         size_bytes: u64,
@@ -183,7 +180,7 @@ impl SlabTable {
         self.windows.all().filter(|window| !window.is_room).flat_map(of_window).collect()
     }
 
-    /// A cell in a vacancy, unless that is taken by now. What was there is cleared when the cell is mapped.
+    /// Makes a cell in a vacancy, unless that is taken meanwhile. The old contents are cleared when the cell is mapped.
     pub(crate) fn refill(&mut self, key: SlabKey, part: Part) -> Option<VirtualHandle> {
         self.slabs.get(&key).filter(|slab| self.is_free(slab, part, None))?;
         let handle = self.add_cell(key, part, true)?;
@@ -191,13 +188,14 @@ impl SlabTable {
         Some(handle)
     }
 
-    /// Is no cell in `part`, but for one that would move, and was none that another process may hold?
+    /// Is `part` free? It then has no cell but `mover`, and never had one that another process may hold.
     fn is_free(&self, slab: &Slab, part: Part, mover: Option<VirtualHandle>) -> bool {
         slab.cells_in(part).all(|cell| Some(cell.handle) == mover)
             && (self.is_home || !slab.is_abroad(part))
     }
 
-    /// The cell, which can leave, is `part` of the slab `key` from now on. False if something is there, or was that another process may hold.
+    /// Moves the cell, which can leave, to `part` of the slab `key`. False if a cell is there, or was there and another process
+    /// may hold it.
     fn put_at(&mut self, found: CellAt, key: SlabKey, part: Part) -> bool {
         let recipe = self.recipe_of(found.slab).filter(|_| found.can_leave);
         let is_alike = recipe.is_some() && recipe == self.recipe_of(key);
@@ -226,8 +224,8 @@ impl SlabTable {
         }
     }
 
-    /// The driver was asked to map the slab of `handle` at `mounted` in the window, so that the cell is mapped at `range`, and has, or has
-    /// not. What is to be taken down comes out.
+    /// Records the driver's answer about mapping the slab of `handle` at `mounted` in the window, so that the cell is mapped at
+    /// `range`. Returns what is to be taken down.
     pub(crate) fn filled(
         &mut self,
         handle: VirtualHandle,
@@ -240,7 +238,7 @@ impl SlabTable {
             return self.unmap_item(range.start, Some(handle));
         }
         let Some(found) = self.cell_at(handle) else {
-            // Another thread has unmapped it and given it back. Its slab may have ended too: what is mapped goes.
+            // Another thread has unmapped the cell and given it back. Its slab may have ended too. So the new mapping goes.
             self.windows.set_under(window, Under::Changing);
             return Ended { mounted: vec![(window, mounted)], ..Ended::default() };
         };
@@ -252,7 +250,7 @@ impl SlabTable {
         Ended { mounted: left.into_iter().collect(), ..Ended::default() }
     }
 
-    /// Holds the cell for good, with its bytes: a fill of them did not end in time.
+    /// Holds the cell for good, with its bytes: a fill of the bytes did not end in time.
     pub(crate) fn late(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {
             cell.mapped += 1;
@@ -260,8 +258,8 @@ impl SlabTable {
         }
     }
 
-    /// Records that the old contents of `range` are cleared, or could not be: then the cell is not mapped there. The
-    /// slab that the cell belonged to before ends if nobody has any of it.
+    /// Records that the old contents of `range` are cleared, or could not be cleared: then the cell is not mapped there. The
+    /// slab that the cell belonged to before ends if it has no cells left.
     pub(crate) fn cleared(
         &mut self,
         (before, handle): (SlabKey, VirtualHandle),
@@ -279,8 +277,8 @@ impl SlabTable {
         ended
     }
 
-    /// Plans the mapping of an allocation of its own at `range`. In a window the mapping is recorded
-    /// ([`MapPlan::Done`]), and [`SlabTable::not_mapped_alone`] takes the record back.
+    /// Plans the mapping of an allocation of its own at `range`. In a window the mapping is recorded ([`MapPlan::Done`]), and
+    /// [`SlabTable::not_mapped_alone`] removes that record.
     pub(crate) fn map_alone(&mut self, range: VaRange) -> MapPlan {
         if !self.windows.meets_window(range) {
             return MapPlan::StandAlone;
@@ -300,14 +298,14 @@ impl SlabTable {
         }
     }
 
-    /// An allocation that stands alone could not be mapped at `range`.
+    /// Removes the record of a mapping at `range` that the driver has refused, of an allocation that stands alone.
     pub(crate) fn not_mapped_alone(&mut self, range: VaRange) {
         self.windows.take_item(range.start, None);
     }
 }
 
 impl Slab {
-    /// May other processes hold something that was in `part`?
+    /// May other processes hold a former cell in `part`?
     pub(super) fn is_abroad(&self, part: Part) -> bool {
         let before_its_end = self.abroad.range(..part.offset_bytes + part.size_bytes);
         before_its_end
@@ -315,7 +313,7 @@ impl Slab {
             .any(|(offset, size_bytes)| offset + size_bytes > part.offset_bytes)
     }
 
-    /// The cells that have bytes in `part`.
+    /// Returns the cells that have bytes in `part`.
     pub(super) fn cells_in(&self, part: Part) -> impl Iterator<Item = &Cell> {
         let before_its_end = self.cells.range(..part.offset_bytes + part.size_bytes);
         let met = before_its_end
@@ -324,11 +322,10 @@ impl Slab {
     }
 }
 
-// Memory leaves.
+// Unmapping memory.
 impl SlabTable {
-    /// Takes down what is mapped inside `range`, which meets a window. Says which ranges hold allocations
-    /// that stand alone, for their owner to unmap. None where nothing is mapped there, or `range` cuts through
-    /// something.
+    /// Removes the mappings inside `range`, which meets a window. Returns the ranges of allocations that stand alone, for their
+    /// owner to unmap. `None` if nothing is mapped there, or if `range` cuts a mapping.
     pub(crate) fn unmap(&mut self, range: VaRange) -> Option<(Vec<VaRange>, Ended)> {
         let window = self.windows.window_at(range.start)?;
         let (start, whole) = (window.range.start.0, window.range);
@@ -353,7 +350,7 @@ impl SlabTable {
         Some((rows, ended))
     }
 
-    /// The `cell`, or an allocation of its own, is not mapped at `at` any more, if it was.
+    /// Removes the mapping at `at` of `cell`, or of an allocation of its own, if it is there.
     fn unmap_item(&mut self, at: DeviceAddress, cell: Option<VirtualHandle>) -> Ended {
         let is_taken = self.windows.take_item(at, cell);
         let Some(handle) = cell.filter(|_| is_taken) else { return Ended::default() };
@@ -363,7 +360,7 @@ impl SlabTable {
         self.end_unheld(handle)
     }
 
-    /// The slab leaves a room in which nothing of it is mapped.
+    /// Takes the slab out of a room in which none of its cells is mapped.
     fn leave_room(&mut self, start: u64) -> Option<(u64, VaRange)> {
         let window = self.windows.get(start)?;
         let Under::Slab(key, _) = window.under else { return None };
@@ -377,7 +374,7 @@ impl SlabTable {
     }
 }
 
-// What a window holds, and sums that are kept of it.
+// The contents of a window, and the sums that are kept for it.
 impl Window {
     pub(super) fn new(range: VaRange, under: Under, rights: BTreeMap<Location, i32>) -> Self {
         let (spots, items) = (BTreeMap::new(), BTreeMap::new());
@@ -385,7 +382,7 @@ impl Window {
         Self { range, is_room, under, spots, items, spot_bytes, item_bytes, rights }
     }
 
-    /// A caller is given `range`.
+    /// Records that a caller was given `range`.
     pub(super) fn put_spot(&mut self, range: VaRange) {
         self.spots.insert(range.start.0, range.size_bytes);
         self.spot_bytes += range.size_bytes;
@@ -395,7 +392,7 @@ impl Window {
         self.spot_bytes -= self.spots.remove(&start.0).unwrap_or(0);
     }
 
-    /// A caller has mapped something in `range`: a cell, or an allocation that stands alone.
+    /// Records that a caller has mapped a cell, or an allocation that stands alone, in `range`.
     pub(super) fn put_item(&mut self, range: VaRange, cell: Option<VirtualHandle>) {
         let (size_bytes, rights) = (range.size_bytes, BTreeMap::new());
         let before = self.items.insert(range.start.0, Item { size_bytes, cell, rights });
@@ -407,7 +404,7 @@ impl Window {
         self.item_bytes -= self.items.remove(&start.0).map_or(0, |item| item.size_bytes);
     }
 
-    /// Returns the bytes of the spots that have nothing mapped.
+    /// Returns the bytes of the spots where nothing is mapped.
     pub(super) fn vacant_bytes(&self) -> u64 {
         self.spot_bytes.saturating_sub(self.item_bytes)
     }
@@ -424,7 +421,7 @@ impl Window {
         before.is_some_and(|(start, item)| start + item.size_bytes > range.start.0)
     }
 
-    /// Does one spot hold all of `range`?
+    /// Does a single spot hold all of `range`?
     pub(super) fn is_of_spot(&self, range: VaRange) -> bool {
         let under = item_under(&self.spots, range.start.0, |size_bytes| *size_bytes);
         under.is_some_and(|(start, size_bytes)| range.end().0 <= start + size_bytes)
@@ -432,7 +429,7 @@ impl Window {
 }
 
 impl SlabTable {
-    /// Do the sums that are kept agree with what they are of? For assertions.
+    /// Do the stored sums agree with the entries? For assertions.
     pub(super) fn are_sums_right(&self) -> bool {
         let is_slab_right = |slab: &Slab| {
             slab.live_bytes == slab.cells.values().map(|cell| cell.size_bytes).sum::<u64>()
@@ -448,8 +445,7 @@ impl SlabTable {
 
 // Rights.
 impl SlabTable {
-    /// Plans the setting of rights on `range`. A device keeps its rights to the slab, whatever is
-    /// set on a cell.
+    /// Plans setting rights on `range`. A device keeps its rights to the slab, whatever is set on a cell.
     pub(crate) fn plan_access(&mut self, range: VaRange, access: &[AccessDesc]) -> AccessPlan {
         if !self.windows.meets_window(range) {
             return AccessPlan::Rows;

@@ -1,4 +1,4 @@
-//! Cells come and go: who gets one, where in which slab, and what ends with it.
+//! The life of cells: who gets one, its place in a slab, and the things that end with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use super::{
 impl Slab {
     pub(super) fn put(&mut self, offset_bytes: u64, cell: Cell) {
         self.live_bytes += cell.size_bytes;
-        // One that comes to a spot of an older slab may lie beyond all that was given out: nobody else gets those bytes.
+        // A cell at a spot of an older slab may be beyond all bytes that were given out. Nobody else gets those bytes.
         self.next_bytes = self.next_bytes.max(offset_bytes + cell.size_bytes);
         self.cells.insert(offset_bytes, cell);
     }
@@ -38,7 +38,7 @@ impl Slab {
 }
 
 impl SlabTable {
-    /// Decides whether a caller that asks for memory gets a cell or an allocation of its own.
+    /// Decides whether a caller that requests memory gets a cell or an allocation of its own.
     pub(crate) fn wanted(&self, size_bytes: u64, recipe: &Recipe) -> Wanted {
         if !self.is_on || !recipe.is_for_cells(size_bytes) {
             return Wanted::Alone;
@@ -47,7 +47,7 @@ impl SlabTable {
         let (mut live_bytes, mut dead_bytes) = (0, 0);
         for slab in self.slabs.values().filter(|slab| slab.is_of(recipe)) {
             live_bytes += slab.live_bytes;
-            // Where callers keep the addresses of what is gone, they mean to come back.
+            // A caller that keeps the addresses of ended cells means to use them again.
             let windows = self.windows_of(slab).filter(|window| !window.is_room);
             let kept_bytes = windows.map(Window::vacant_bytes).sum();
             dead_bytes += (slab.next_bytes - slab.live_bytes).saturating_sub(kept_bytes);
@@ -62,7 +62,7 @@ impl SlabTable {
         Wanted::Cell { slab_bytes }
     }
 
-    /// The slabs that have room for such a cell, with their rows.
+    /// Returns the slabs that have room for such a cell, with their rows.
     pub(crate) fn with_room(
         &self,
         size_bytes: u64,
@@ -111,7 +111,7 @@ impl SlabTable {
         Some(handle)
     }
 
-    /// The next bytes of a slab as a new cell, where there is room still.
+    /// Makes the next bytes of a slab a new cell, if there is still room.
     pub(crate) fn carve(&mut self, key: SlabKey, size_bytes: u64) -> Option<VirtualHandle> {
         let slab = self.slabs.get_mut(&key).filter(|slab| slab.has_room(size_bytes))?;
         let part = Part { offset_bytes: slab.next_bytes, size_bytes };
@@ -119,8 +119,8 @@ impl SlabTable {
         self.add_cell(key, part, true)
     }
 
-    /// One reference more to the cell at `part` of a slab. One that nobody here has held, or nobody holds any more,
-    /// is made. None where no cell can be there.
+    /// Adds a reference to the cell at `part` of a slab. Makes the cell if nobody here has held it, or holds it any more.
+    /// `None` if no cell can be there.
     pub(crate) fn hold_part(&mut self, key: SlabKey, part: Part) -> Option<VirtualHandle> {
         let slab = self.slabs.get_mut(&key)?;
         if let Some(cell) = slab.cells.get_mut(&part.offset_bytes) {
@@ -141,7 +141,7 @@ impl SlabTable {
         self.add_cell(key, part, false)
     }
 
-    /// One reference more to what is mapped at `address`.
+    /// Adds a reference to the cell that is mapped at `address`.
     pub(crate) fn retain_at(&mut self, address: DeviceAddress) -> Option<VirtualHandle> {
         let Occupant::Cell { handle, .. } = self.windows.place(address) else { return None };
         self.cell_mut(handle)?.references += 1;
@@ -153,14 +153,14 @@ impl SlabTable {
         self.slabs.get_mut(key)?.cells.get_mut(offset)
     }
 
-    /// One reference less. None when there was none.
+    /// Removes a reference. `None` when there was none.
     pub(crate) fn release(&mut self, handle: VirtualHandle) -> Option<Ended> {
         let cell = self.cell_mut(handle).filter(|cell| cell.references > 0)?;
         cell.references -= 1;
         Some(self.end_unheld(handle))
     }
 
-    /// The cell ends where nothing holds it, and its slab with the last.
+    /// Ends the cell if nothing holds it, and its slab with the last cell.
     pub(super) fn end_unheld(&mut self, handle: VirtualHandle) -> Ended {
         let is_held = |cell: &mut Cell| cell.references + cell.mapped > 0;
         let is_held = self.cell_mut(handle).is_none_or(is_held);
@@ -180,7 +180,7 @@ impl SlabTable {
         }
         self.cells.remove(&cell.handle);
         self.aims.retain(|_, aim| *aim != cell.handle);
-        // Bytes that nobody was told an address of, or has written, are given out again.
+        // Bytes are given out again if nobody was told an address of them, or has written them.
         let is_last = offset + cell.size_bytes == slab.next_bytes;
         let part = Part { offset_bytes: offset, size_bytes: cell.size_bytes };
         let has_spot = self.has_spot_in(&self.slabs[&key], part);
@@ -194,7 +194,7 @@ impl SlabTable {
         }
     }
 
-    /// A slab without cells ends. Windows in which callers have spots stay, empty.
+    /// Ends a slab without cells. Windows in which callers have spots stay, empty.
     pub(crate) fn end_empty(&mut self, key: SlabKey) -> Ended {
         if self.slabs.get(&key).is_none_or(|slab| !slab.cells.is_empty()) {
             return Ended::default();

@@ -1,4 +1,4 @@
-//! The table of slabs: which small allocations of a library's are neighbours in one large allocation of the pool's.
+//! The table of slabs: the small allocations of a library that are neighbours in one large allocation of the pool.
 //!
 //! ```text
 //!   slab, one row of the ledger     | cell | cell | dead | cell |   tail, never written   |
@@ -6,31 +6,34 @@
 //!   is mapped in as a whole
 //! ```
 //!
-//! A *cell* is what one `cuMemCreate` got: a part of a slab, with a handle of its own. A *spot* is what a caller got of one
-//! `cuMemAddressReserve`: the cell's own offset in a window of its slab, or the middle of a *room*, a window with nothing in it and
-//! so much before and behind the spot that any slab can be mapped with any cell of its at the spot. A slab ends with its last
-//! cell. Its bytes are given out once, from the first on, so what a new cell holds nobody has written.
+//! A *cell* is the memory of one `cuMemCreate`: a part of a slab, with a handle of its own. A *spot* is the addresses of one
+//! `cuMemAddressReserve`. It is the cell's own offset in a window of its slab, or the middle of a *room*. A room is a window
+//! with nothing in it. It has so much before and behind the spot that any slab can be mapped with any of its cells at the spot.
+//! A slab ends with its last cell. Its bytes are given out once, from the first on, so nobody has written the contents of a new
+//! cell.
 //!
-//! Why: the driver takes 20 to 60 us, on the whole machine, for each call about an object, and NCCL has hundreds of 2 MiB a
-//! rank. Pause, resume, sharing, budgets and saved contents know only the slab. What bends the rule:
+//! Why: the driver takes 20 to 60 us, on the whole machine, for each call about an object, and NCCL has hundreds of objects of
+//! 2 MiB a rank. Pause, resume, sharing, budgets and saved contents know only the slab. The exceptions:
 //!
-//! * Bytes at a spot whose caller unmaps and releases, and maps new memory at the same addresses (`ncclCommSuspend`), are
-//!   cleared and given out again. If another process may hold the old cell, that waits until a communicator is suspended.
-//! * An importer maps a slab once, in a window of its own. The driver has rights of a whole window; each cell there is *said*
-//!   to have what was set on it.
-//! * A cell that nobody has mapped or shared has no bytes, and may become an allocation of its own. What `ncclMemAlloc` makes
+//! * A caller may unmap and release its memory at a spot, and map new memory at the same addresses (`ncclCommSuspend`). The
+//!   bytes there are cleared and given out again. If another process may hold the old cell, that waits until a communicator is
+//!   suspended.
+//! * An importer maps a slab once, in a window of its own. The driver has rights for a whole window. Callers see for each cell
+//!   there the rights that were set on it.
+//! * A cell that nobody has mapped or shared has no contents, and may become an allocation of its own. Memory of `ncclMemAlloc`
 //!   stands alone from the start, because its caller may map it a second time.
-//! * Nothing comes to a slab that is set aside. One that the driver does not unmap keeps its window, and is offered again.
+//! * A slab that is set aside receives nothing new. A slab that the driver does not unmap keeps its window, and is offered
+//!   again.
 //!
-//! Like the ledger, it calls nobody. [`crate::cells`] makes the driver agree.
+//! Like the ledger, the table calls nobody. [`crate::cells`] makes the driver agree with the table.
 //!
 //! # Invariants
-//! 1. Cells of a slab do not overlap, and end within it. A cell's handle is in the table as long as it lives, and both
-//!    ways.
-//! 2. What is mapped in a window lies in a spot, and is all of cells of the slab that the window holds, each at its offset there, or
-//!    all of allocations that stand alone, where it holds no slab. The spots of a window with a slab lie inside the slab.
+//! 1. Cells of a slab do not overlap, and end within it. While a cell lives, the table finds the cell by its handle, and the
+//!    handle by the cell.
+//! 2. Each mapping in a window is inside a spot. If the window holds a slab, all mappings are of cells of that slab, each at its
+//!    offset there. Otherwise all are of allocations that stand alone. The spots of a window with a slab are inside the slab.
 //! 3. A cell lives while it has a reference or is mapped. It never moves once it was mapped or shared.
-//! 4. While the driver is asked about a window, it is [`Under::Changing`]: a call that wants something of it waits.
+//! 4. During a driver call about a window, the window is [`Under::Changing`]: other calls about the window wait.
 //! 5. An allocation of its own never becomes a cell.
 
 mod addresses;
@@ -49,19 +52,19 @@ use vmm_pool::{AllocationId, Class, Contents, LIBRARY_TAGS, Part, SlabTotals, Vi
 
 use self::windows::Windows;
 
-/// Larger allocations stand alone.
+/// The largest cell. Larger allocations stand alone.
 pub(crate) const CELL_BYTES_MAX: u64 = 32 << 20;
-/// The first slab, and the largest.
+/// The size of the first slab, and the largest size.
 const SLAB_BYTES_MIN: u64 = 16 << 20;
 const SLAB_BYTES_MAX: u64 = 128 << 20;
-/// A new slab is this part of what lives, and this part of what lives may be dead.
+/// A new slab is this fraction of the live bytes, and this fraction of the live bytes may be dead.
 const SHARE: u64 = 4;
-/// Rooms are for reservations of a multiple of this; the driver judges others.
+/// Rooms are for reservations of a multiple of this; the driver decides about others.
 const ROOM_UNIT_BYTES: u64 = 2 << 20;
 /// The bytes of a room before its spot, and as many from the start of the spot to the end of the room.
 const ROOM_BYTES: u64 = SLAB_BYTES_MAX;
 
-/// Cells of one slab are alike in this.
+/// The properties that all cells of a slab share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recipe {
     pub(crate) prop: AllocationProp,
@@ -81,7 +84,7 @@ impl Recipe {
     }
 }
 
-/// Names a slab in this process.
+/// The name of a slab in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SlabKey(u64);
 
@@ -92,7 +95,7 @@ pub(crate) struct NewSlab {
     pub(crate) id: AllocationId,
     pub(crate) size_bytes: u64,
     pub(crate) prop: AllocationProp,
-    /// For one that cells are made of here: what they are alike in, and their unit.
+    /// For a slab whose cells are made here: the properties that its cells share, and their unit.
     pub(crate) recipe: Option<(Recipe, u64)>,
 }
 
@@ -101,13 +104,13 @@ struct Slab {
     new: NewSlab,
     /// The offset at which the next cell begins.
     next_bytes: u64,
-    /// By offset.
+    /// The cells by offset.
     cells: BTreeMap<u64, Cell>,
     /// The sum of the sizes of the cells.
     live_bytes: u64,
-    /// Starts of the windows that it is mapped in.
+    /// The starts of the windows that the slab is mapped in.
     windows: BTreeSet<u64>,
-    /// Former places of cells that other processes may still hold: sizes, by offset.
+    /// Former places of cells that other processes may still hold: offset to size.
     abroad: BTreeMap<u64, u64>,
 }
 
@@ -118,21 +121,21 @@ struct Cell {
     references: u32,
     /// The number of the cell's mappings.
     mapped: u32,
-    /// Nobody can have written it.
+    /// Nobody can have written the cell.
     is_fresh: bool,
-    /// Other processes may have heard of it.
+    /// Other processes may know of the cell.
     is_shared: bool,
     before: Before,
 }
 
-/// The contents of a cell's bytes from the cell that had them before it.
+/// The contents that a former cell has left in the bytes of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
     /// There are none.
     Nothing,
     /// They are not cleared yet.
     Unclean,
-    /// A fill of them did not end in time, and may come at any moment: the bytes are nobody's any more.
+    /// A fill of the bytes did not end in time, and may happen at any moment: the bytes belong to nobody any more.
     Late,
 }
 
@@ -142,7 +145,7 @@ impl Cell {
         Self { handle, size_bytes, references, mapped, is_fresh, is_shared, before }
     }
 
-    /// May it lie elsewhere from now on? It has no bytes, and nobody sees where it is.
+    /// May the cell move? It has no contents, and nobody sees where it is.
     fn can_leave(&self) -> bool {
         self.is_fresh && self.mapped == 0 && !self.is_shared
     }
@@ -155,21 +158,21 @@ enum Under {
     Nothing,
     /// This slab, which begins at this address.
     Slab(SlabKey, u64),
-    /// The driver is being asked.
+    /// A driver call about the window is under way.
     Changing,
 }
 
 #[derive(Debug)]
 struct Window {
     range: VaRange,
-    /// Its slab leaves with what is last unmapped there.
+    /// Is it a room? Then its slab leaves with the last unmapping there.
     is_room: bool,
     under: Under,
-    /// Ranges that callers were given: sizes, by start address.
+    /// The ranges that callers were given: start address to size.
     spots: BTreeMap<u64, u64>,
     /// Cells and allocations that callers have mapped, by start address.
     items: BTreeMap<u64, Item>,
-    /// The sum of the sizes in `spots`; `item_bytes` is that of `items`.
+    /// The sum of the sizes in `spots`. `item_bytes` is the sum of the sizes in `items`.
     spot_bytes: u64,
     item_bytes: u64,
     /// The rights that are set on the whole slab there.
@@ -179,7 +182,7 @@ struct Window {
 #[derive(Debug)]
 struct Item {
     size_bytes: u64,
-    /// None of an allocation that stands alone.
+    /// The cell; `None` for an allocation that stands alone.
     cell: Option<VirtualHandle>,
     /// The rights that callers have set on the item, if it is a cell.
     rights: BTreeMap<Location, i32>,
@@ -204,16 +207,16 @@ pub(crate) struct CellAt {
     pub(crate) part: Part,
     pub(crate) prop: AllocationProp,
     pub(crate) references: u32,
-    /// It has no bytes, and nobody sees where it is: it may lie elsewhere, or be an allocation of its own.
+    /// The cell has no contents, and nobody sees where it is: it may move, or become an allocation of its own.
     pub(crate) can_leave: bool,
-    /// The same, and nobody has been told an address of it.
+    /// In addition, nobody has been told an address of the cell.
     pub(crate) is_unplaced: bool,
 }
 
-/// The kind of new memory that a caller is to be given.
+/// The kind of memory that a caller is to get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// A cell of one of these slabs, in this order, or of a new one of this size.
+    /// A cell of an existing slab, or of a new one of this size.
     Cell { slab_bytes: u64 },
     /// An allocation of its own.
     Alone,
@@ -228,28 +231,28 @@ pub(crate) enum Occupant {
     Cell { range: VaRange, handle: VirtualHandle },
     /// An allocation of its own, mapped in a window that its slab has left.
     Alone,
-    /// A window in which the caller has nothing mapped at this address.
+    /// A place in a window where the caller has nothing mapped.
     Nothing,
 }
 
-/// The steps that a mapping takes, or the obstacle to it.
+/// The steps that a mapping needs, or the obstacle to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MapPlan {
-    /// Nothing: it is recorded.
+    /// No steps: the mapping is recorded.
     Done,
     /// The slab has to be mapped at `mounted` in the window that begins at `window`; then [`SlabTable::filled`].
     Fill { row: VirtualHandle, window: u64, mounted: VaRange },
-    /// The memory that was there before is to be cleared; then [`SlabTable::cleared`].
+    /// The old contents are to be cleared; then [`SlabTable::cleared`].
     Clear,
-    /// It is, or is to be, an allocation of its own, and is mapped as one.
+    /// The memory is an allocation of its own, or is to become one, and is mapped as one.
     StandAlone,
-    /// Somebody changes what is there: ask again.
+    /// Another thread changes the mappings there: call again.
     Busy,
-    /// The driver would not unmap what was there: it is to be offered that again.
+    /// The driver would not unmap the old mapping, which is to be offered to it again.
     Stuck,
-    /// The driver would not either.
+    /// The driver would refuse the call too.
     Wrong,
-    /// It cannot be with slabs.
+    /// The mapping is impossible with slabs.
     Odd,
 }
 
@@ -260,7 +263,7 @@ pub(crate) struct Ended {
     pub(crate) mounted: Vec<(u64, VaRange)>,
     /// The row of a slab that nobody has any more.
     pub(crate) row: Option<VirtualHandle>,
-    /// Addresses that nobody has any more.
+    /// Reservations that nobody has any more.
     pub(crate) windows: Vec<VaRange>,
 }
 
@@ -273,16 +276,16 @@ impl Ended {
     }
 }
 
-/// The steps that setting rights on a range takes, or the reason why it cannot be done.
+/// The steps that are needed to set rights on a range, or the reason why it cannot be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AccessPlan {
-    /// Nothing: they are recorded.
+    /// No steps: the rights are recorded.
     Done,
-    /// They are set on what is mapped here, in the window that begins at `window`; then [`Windows::granted`].
+    /// The rights are set on the mapping at `mounted`, in the window that begins at `window`; then [`Windows::granted`].
     Grant { window: u64, mounted: VaRange },
-    /// They are set where they were requested, on allocations that stand alone.
+    /// The rights are set where they were requested, on allocations that stand alone.
     Rows,
-    /// It cannot be, for this reason.
+    /// The call is refused with this code.
     Refused(DriverCode),
 }
 
@@ -290,7 +293,7 @@ pub(crate) enum AccessPlan {
 #[derive(Debug, Default)]
 pub(crate) struct SlabTable {
     is_on: bool,
-    /// Other processes are known to have given up what is gone here.
+    /// Are other processes known to have given up the cells that have ended here?
     is_home: bool,
     last_key: u64,
     last_cell: u64,
@@ -305,22 +308,23 @@ pub(crate) struct SlabTable {
     pub(crate) refused: Vec<Ended>,
 }
 
-/// The table of a process, and what it says to callers. Its lock is a leaf.
+/// The table of slabs of a process, and its answers to callers. Its lock is a leaf.
 #[derive(Debug, Default)]
 pub struct Slabs {
     table: Mutex<SlabTable>,
-    /// Something that the table says is busy has been settled.
+    /// Notified when a window that was busy has been settled.
     pub(crate) changed: Condvar,
 }
 
 impl Slabs {
-    /// Not to be taken under the ledger's lock, nor that under this one. Poisoning is ignored, as the ledger's is.
+    /// Locks the table. Do not lock it under the ledger's lock, nor the ledger under it. Poisoning is ignored, as for the
+    /// ledger.
     pub(crate) fn table(&self) -> MutexGuard<'_, SlabTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Are small allocations of libraries' own made as parts of slabs from now on? Those that are stay so. Off at first.
-    /// Imports are understood either way.
+    /// Sets whether small allocations of libraries are made as parts of slabs from now on. Existing cells stay cells. Off at
+    /// first. Imports of parts work either way.
     pub fn use_slabs(&self, are_used: bool) {
         self.table().is_on = are_used;
     }
@@ -330,14 +334,15 @@ impl Slabs {
         self.table().is_on
     }
 
-    /// Call this if all processes give up memory that they share by parts of slabs, before any makes it again at the same addresses, as a
-    /// communicator does that is suspended. Without that such addresses take no new memory, for who held the old one would see it.
+    /// Allows new memory at addresses of cells that were shared. Call this if all processes give up memory that they share by
+    /// parts of slabs, before any of them makes it again at the same addresses. A communicator that is suspended does so.
+    /// Without this call such addresses take no new memory, because a holder of the old memory would see it.
     pub fn take_shared_addresses_again(&self) {
         self.table().is_home = true;
     }
 }
 
-// What is asked.
+// Questions.
 impl SlabTable {
     /// Returns the object that `handle` stands for.
     pub(crate) fn held(&self, handle: VirtualHandle) -> StandsFor {
@@ -363,7 +368,7 @@ impl SlabTable {
         })
     }
 
-    /// The windows that the slab is mapped in.
+    /// Returns the windows that the slab is mapped in.
     fn windows_of<'a>(&'a self, slab: &'a Slab) -> impl Iterator<Item = &'a Window> {
         slab.windows.iter().filter_map(|start| self.windows.get(*start))
     }
@@ -373,20 +378,20 @@ impl SlabTable {
         self.windows_of(slab).any(|window| window.has_spot_in(part))
     }
 
-    /// The row of the slab of ours that is mapped at `address`.
+    /// Returns the row of our slab that is mapped at `address`.
     pub(crate) fn row_under(&self, address: DeviceAddress) -> Option<VirtualHandle> {
         let Under::Slab(key, _) = self.windows.window_at(address)?.under else { return None };
         let slab = self.slabs.get(&key).filter(|slab| slab.new.recipe.is_some())?;
         Some(slab.new.row)
     }
 
-    /// The slab of this identity, with its row.
+    /// Returns the slab with this identity, and its row.
     pub(crate) fn slab_of(&self, id: AllocationId) -> Option<(SlabKey, VirtualHandle)> {
         let found = self.slabs.iter().find(|(_, slab)| slab.new.id == id);
         found.map(|(&key, slab)| (key, slab.new.row))
     }
 
-    /// Bytes and numbers.
+    /// Counts slabs, cells and their bytes.
     pub(crate) fn totals(&self) -> SlabTotals {
         let mut totals = SlabTotals::default();
         for slab in self.slabs.values() {
@@ -408,17 +413,17 @@ impl SlabTable {
     }
 }
 
-// What is to leave a window.
+// Changes by which memory leaves a window.
 impl SlabTable {
-    /// Other processes may hear of the cell from now on.
+    /// Records that other processes may know of the cell from now on.
     pub(crate) fn share(&mut self, handle: VirtualHandle) {
         if let Some(cell) = self.cell_mut(handle) {
             cell.is_shared = true;
         }
     }
 
-    /// The cell is an allocation of its own from now on: `row`, which has as many references. What its slab needs no more comes out.
-    /// None, and nothing has changed, if the cell is not as it was found.
+    /// Turns the cell into an allocation of its own, `row`, which has as many references. Returns what its slab does not need
+    /// any more. `None`, without a change, if the cell has changed since it was found.
     pub(crate) fn stand_alone(&mut self, found: CellAt, row: VirtualHandle) -> Option<Ended> {
         let is_as_found = self.cell_at(found.handle).is_some_and(|now| {
             now.can_leave && (now.slab, now.references) == (found.slab, found.references)
@@ -431,7 +436,7 @@ impl SlabTable {
         Some(self.end_empty(found.slab))
     }
 
-    /// Is something mapped still in the window at `address` that the driver would not take back?
+    /// Has the window at `address` a mapping that the driver would not take back?
     pub(crate) fn is_stuck(&self, address: DeviceAddress) -> bool {
         let window = self.windows.window_at(address).map(|window| window.range.start.0);
         let mut left = self.refused.iter().flat_map(|ended| &ended.mounted);

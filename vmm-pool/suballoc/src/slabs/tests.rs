@@ -199,7 +199,7 @@ fn a_cell_takes_the_place_of_one_that_is_gone_whose_addresses_are_kept() {
     assert_eq!(table.map(next, range), MapPlan::Clear);
     assert_eq!(table.windows.place(range.start), Occupant::Cell { range, handle: next });
     assert_eq!(table.totals().dead_bytes, 0);
-    // What could not be cleared is not mapped, and is to be cleared the next time.
+    // A cell whose bytes could not be cleared is not mapped. They are to be cleared the next time.
     assert!(table.cleared((key, next), range, false).is_nothing());
     assert_eq!(table.windows.place(range.start), Occupant::Nothing);
     assert_eq!(table.map(next, range), MapPlan::Clear);
@@ -245,7 +245,7 @@ fn bytes_that_others_may_hold_take_nothing_new_until_all_give_them_up() {
     assert_eq!(table.map(next, range), MapPlan::Clear);
 }
 
-/// A room with a spot of so many units.
+/// Makes a room with a spot of `units` units.
 fn room(table: &mut SlabTable, number: u64, units: u64) -> VaRange {
     let start = DeviceAddress(START.0 + number * (1 << 30));
     let room_bytes = table.room_bytes(units * UNIT, 0).unwrap();
@@ -344,11 +344,11 @@ fn slabs_grow_with_what_lives_and_the_dead_are_bounded() {
         let (handle, range) = placed(&mut table, key, 4);
         table.unmap(range).unwrap();
         table.release(handle).unwrap();
-        // While the addresses are kept, they may come back.
+        // While a caller keeps the addresses, it may use them again.
         assert_ne!(wanted(&table, 1), Wanted::Alone);
         table.free_spot(range).unwrap();
     }
-    // 160 MiB live, and as much is dead.
+    // 160 MiB are live, and as many bytes are dead.
     assert_ne!(wanted(&table, 1), Wanted::Cell { slab_bytes: SLAB_BYTES_MIN });
     for number in 20..24 {
         let key = add_slab(&mut table, number, Some((recipe(), UNIT)));

@@ -1,4 +1,4 @@
-//! Windows: the addresses that slabs and rooms for them take, what callers were given of those, and what is mapped there.
+//! Windows: the addresses of slabs, and of rooms for them, the parts that callers were given, and the mappings there.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use vmm_pool::{FrontView, VirtualHandle};
 
 use super::{MapPlan, Occupant, Under, Window, item_under};
 
-/// See the head of this module. By start address; none overlaps another.
+/// See the head of this module. Windows by start address; none overlaps another.
 #[derive(Debug, Default)]
 pub(crate) struct Windows(BTreeMap<u64, Window>);
 
@@ -42,14 +42,14 @@ impl Windows {
         window.range.contains_address(address).then_some(window)
     }
 
-    /// A caller has mapped something in `range` of a window: a cell, or an allocation that stands alone.
+    /// Records that a caller has mapped a cell, or an allocation that stands alone, in `range` of a window.
     pub(crate) fn put_item(&mut self, range: VaRange, cell: Option<VirtualHandle>) {
         if let Some(window) = self.window_at_mut(range.start) {
             window.put_item(range, cell);
         }
     }
 
-    /// The `cell`, or an allocation of its own, is not mapped at `at` any more. Was it?
+    /// Removes the mapping at `at` of `cell`, or of an allocation of its own. Returns whether it was there.
     pub(super) fn take_item(&mut self, at: DeviceAddress, cell: Option<VirtualHandle>) -> bool {
         let window = self.window_at_mut(at);
         let is_there =
@@ -63,7 +63,7 @@ impl Windows {
         before_its_end.is_some_and(|(_, window)| range.start < window.range.end())
     }
 
-    /// The occupant that answers for `address`.
+    /// Returns the occupant that answers for `address`.
     pub(crate) fn place(&self, address: DeviceAddress) -> Occupant {
         let Some(window) = self.window_at(address) else {
             return Occupant::Elsewhere;
@@ -76,14 +76,14 @@ impl Windows {
         item.cell.map_or(Occupant::Alone, |handle| Occupant::Cell { range, handle })
     }
 
-    /// The range that a caller was given and that holds `address`.
+    /// Returns the range that a caller was given and that holds `address`.
     pub(crate) fn spot_at(&self, address: DeviceAddress) -> Option<VaRange> {
         let window = self.window_at(address)?;
         let (start, size_bytes) = item_under(&window.spots, address.0, |size_bytes| *size_bytes)?;
         Some(VaRange::new(DeviceAddress(start), *size_bytes))
     }
 
-    /// The slab of this size leaves the window, which is changing until it has.
+    /// Takes the slab of this size out of the window, which is [`Under::Changing`] until the driver has unmapped it.
     pub(super) fn dismount(&mut self, start: u64, size_bytes: u64) -> Option<(u64, VaRange)> {
         let window = self.get_mut(start)?;
         let Under::Slab(_, base) = window.under else { return None };
@@ -92,7 +92,7 @@ impl Windows {
         Some((start, VaRange::new(DeviceAddress(base), size_bytes)))
     }
 
-    /// The driver has nothing mapped in the window any more. Its addresses come out where nobody has any of them.
+    /// Records that the driver has nothing mapped in the window any more. Returns its addresses if nobody has any of them.
     pub(crate) fn dismounted(&mut self, start: u64) -> Option<VaRange> {
         let window = self.get_mut(start)?;
         window.under = Under::Nothing;
@@ -102,13 +102,13 @@ impl Windows {
         self.remove(start)
     }
 
-    /// Is something of a caller's mapped in `range`, which meets a window?
+    /// Has a caller something mapped in `range`, which meets a window?
     pub(crate) fn is_taken(&self, range: VaRange) -> bool {
         let near = self.0.range(..range.end().0).next_back();
         near.is_some_and(|(_, window)| window.has_item_in(range))
     }
 
-    /// The window that `range` is a part of a spot of, with nothing mapped there.
+    /// Returns the window that has `range` in a spot, if nothing is mapped there.
     pub(super) fn vacant_window(&self, range: VaRange) -> Result<&Window, MapPlan> {
         let window = self.window_at(range.start).filter(|window| window.is_of_spot(range));
         let vacant = window.filter(|window| !window.has_item_in(range));
@@ -121,7 +121,7 @@ impl Windows {
         }
     }
 
-    /// The rights that the driver is to set, so that `access` is there and nothing that was is lost.
+    /// Returns the rights that the driver is to set: `access`, without loss of a right that its places have already.
     pub(crate) fn wider(&self, window: u64, access: &[AccessDesc]) -> Vec<AccessDesc> {
         let held = self.get(window).map(|window| &window.rights);
         let wider = access.iter().map(|desc| {
@@ -131,7 +131,7 @@ impl Windows {
         wider.collect()
     }
 
-    /// The driver has set [`Windows::wider`] rights on the window, for `access` to `range`.
+    /// Records that the driver has set [`Windows::wider`] rights on the window, for `access` to `range`.
     pub(crate) fn granted(&mut self, window: u64, range: VaRange, access: &[AccessDesc]) {
         let wider = self.wider(window, access);
         if let Some(window) = self.get_mut(window) {
@@ -148,12 +148,12 @@ impl Windows {
         }
     }
 
-    /// The view that a caller has of `address`, where a window is.
+    /// Returns what a caller sees at `address`, if a window is there.
     pub(crate) fn seen_at(&self, address: DeviceAddress) -> Option<FrontView> {
         let window = self.window_at(address)?;
         let reserved = self.spot_at(address);
         let item = item_under(&window.items, address.0, |item| item.size_bytes);
-        // Where a caller has a whole window, and nothing in it, the driver sees the same.
+        // If a caller has a whole window with nothing in it, the driver sees the same.
         let is_bare = reserved.is_some() && window.under == Under::Nothing;
         let part = item.and_then(|(start, item)| {
             let rights = item.rights.iter();

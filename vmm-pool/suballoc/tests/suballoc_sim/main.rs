@@ -1,4 +1,4 @@
-//! Slabs over the simulated driver: what a library sees and what the driver sees, through pauses, and with driver calls failing.
+//! Slabs over the simulated driver: the views of a library and of the driver, through pauses, and with driver calls failing.
 
 #![expect(
     clippy::expect_used,

@@ -1,7 +1,7 @@
-//! The same calls, in orders that no library has, by two processes with slabs and by two without: every call's code, every answer and
-//! every byte is the same, through pauses.
+//! The same calls, in orders that no library has, by two processes with slabs and by two without. Every call's code, every
+//! answer and every byte is the same, through pauses.
 //!
-//! What may differ is one thing: a call that is refused because of slabs names the setting. It is then made by neither.
+//! One difference is allowed: a call that is refused because of slabs names the setting. Then neither world makes the call.
 
 mod calls;
 mod world;
@@ -18,7 +18,7 @@ use self::world::{Heard, World, device, heard};
 use crate::slabbed::{nccl, new_memory};
 use crate::stage::{CAPACITY_BYTES, SimPool, UNIT, free_bytes, pattern};
 
-/// What a handle stands for, as far as a refusal goes.
+/// The state of a handle's memory that matters for a refusal.
 #[derive(Clone, Debug, Default)]
 struct Use {
     mapped: u32,
@@ -38,7 +38,7 @@ struct Handle {
 struct Place {
     ranges: [VaRange; 2],
     units: u64,
-    /// What is mapped, by offset in units: of what memory, and how long.
+    /// The mappings, by offset in units: the memory, and the length.
     mapped: BTreeMap<u64, (usize, u64)>,
 }
 
@@ -46,26 +46,26 @@ type Ticket = [Export; 2];
 
 #[derive(Debug)]
 struct Both {
-    /// Without slabs, and with them.
+    /// The world without slabs, and the one with them.
     worlds: [World; 2],
-    /// By process.
+    /// The handles of each process.
     handles: [Vec<Handle>; 2],
     places: [Vec<Place>; 2],
     tickets: Vec<(usize, usize, Ticket)>,
     uses: Vec<Use>,
     is_paused: bool,
-    /// Calls since the last pause or resume.
+    /// The number of calls since the last pause or resume.
     since: u32,
     written: u64,
     refused: u64,
 }
 
-/// How much of each end of a unit is looked at.
+/// The bytes of each end of a unit that are checked.
 const EDGE_BYTES: u64 = 4096;
-/// Longer is nobody paused.
+/// The most calls for which the worlds stay paused.
 const PAUSED_MAX: u32 = 5;
 
-/// The two ends of a unit, which is what is written and read of it: all of it goes the same way.
+/// Returns the two ends of a unit, which are written and read: all bytes of a unit are treated alike.
 fn edges(unit: DeviceAddress) -> [VaRange; 2] {
     let last = DeviceAddress(unit.0 + UNIT - EDGE_BYTES);
     [unit, last].map(|start| VaRange::new(start, EDGE_BYTES))
@@ -90,7 +90,7 @@ impl Both {
         }
     }
 
-    /// Has both worlds do it, and says what both have heard.
+    /// Makes the call in both worlds, and returns their common answer.
     fn same<T: PartialEq + std::fmt::Debug>(
         &self,
         what: &str,
@@ -208,8 +208,7 @@ impl Both {
         }
     }
 
-    /// Of memory that is mapped nowhere and known to nobody else nothing is refused, unless what is so lies where it is to be, or a slab of another
-    /// device.
+    /// Checks that a refusal has a reason: some memory is mapped or shared, or is of another device.
     fn check_refusal(&mut self, handle: &Handle) {
         self.refused += 1;
         let own = &self.uses[handle.memory];
@@ -221,14 +220,15 @@ impl Both {
     fn part(&self, process: usize, index: usize, at: u64, units: u64) -> [VaRange; 2] {
         let place = &self.places[process][index];
         let at = at % place.units;
-        // None means all that is left.
+        // None means all units that are left.
         let units = if units == 0 { place.units - at } else { units };
         place
             .ranges
             .map(|range| VaRange::new(DeviceAddress(range.start.0 + at * UNIT), units * UNIT))
     }
 
-    /// Of ranges that leave their place no two drivers know the same; and rights to a part of a mapping are the driver's to judge.
+    /// Can the answers about this range be compared? Drivers differ about ranges that reach out of their place. The driver
+    /// decides about rights to a part of a mapping.
     fn is_comparable(&self, process: usize, index: usize, range: VaRange) -> bool {
         let place = &self.places[process][index];
         let end = place.ranges[0].end();
@@ -297,7 +297,7 @@ impl Both {
             )
         });
         assert_eq!(done, Ok(()), "each is in the list as often as it has references");
-        // A number that nobody holds is the driver's to judge, and the pool knows those that tickets hold.
+        // The driver decides about a number that nobody holds. The pool knows the numbers that tickets hold.
         self.handles[process].swap_remove(index);
     }
 
@@ -336,7 +336,7 @@ impl Both {
         let done = self.same("an export", |world, index| -> Heard<bool> {
             let pool = &world.pools[process];
             let ticket = heard(pool.front().export(&pool.enter(), values[index]))?;
-            // What another process owns is the agent's to pass on.
+            // The agent passes on memory that another process owns.
             let is_own = ticket.owner.is_none();
             if is_own {
                 tickets.push(ticket);
@@ -377,7 +377,7 @@ impl Both {
             let filled = edges(ranges[world].start).map(|edge| core.fill_device(by, edge, &bytes));
             filled.into_iter().collect::<Result<(), _>>()
         };
-        // With slabs more can be reached: who may not write does not.
+        // With slabs a device can reach more memory. So only a device that has the right without slabs writes.
         if fill(0).is_ok() {
             assert_eq!(fill(1), Ok(()), "who may write does");
         }
@@ -401,7 +401,7 @@ impl Both {
         }
     }
 
-    /// What is said of it is the same, and what is in it.
+    /// Checks that the answers about a place, and its contents, are the same.
     fn check_place(&self, process: usize, index: usize) {
         let place = &self.places[process][index];
         for at in 0..place.units {
@@ -439,7 +439,7 @@ impl Both {
         assert!(holds(1, found), "it holds {found:?} without slabs");
     }
 
-    /// All is given up, and nothing is left.
+    /// Gives everything up, and checks that nothing is left.
     fn finish(mut self) -> u64 {
         if self.is_paused {
             self.pause_or_resume();
@@ -463,7 +463,7 @@ impl Both {
         }
         for world in &self.worlds {
             for pool in &world.pools {
-                // Descriptors and what was deferred go with a pause.
+                // A pause ends descriptors and deferred work.
                 assert!(pool.report().devices.is_empty(), "{:?}", pool.report());
                 let census = pool.driver().core().census();
                 assert_eq!((census.handles, census.reservations, census.mappings), (0, 0, 0));
@@ -485,7 +485,7 @@ fn calls_in_any_order_are_answered_as_without_slabs() {
         failure_persistence: None,
         ..Config::default()
     };
-    // The same in every run.
+    // The random numbers are the same in every run.
     let mut runner =
         TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
     let calls = prop::collection::vec(any_call(), 1..80);

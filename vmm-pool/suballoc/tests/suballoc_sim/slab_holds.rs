@@ -15,7 +15,7 @@ use crate::stage::{
     pause_tags, resume, resume_tags, write,
 };
 
-/// Long enough for a thread to come to a call.
+/// A time that is long enough for a thread to reach a call.
 const SOON: Duration = Duration::from_secs(10);
 
 fn unmap(pool: &SimPool, range: VaRange) {
@@ -41,7 +41,7 @@ fn is_clear_and_readable(pool: &SimPool, range: VaRange) -> bool {
     is_clear(pool, DEVICE, range)
 }
 
-/// A slab that is given out, and in it addresses that are kept, with nothing there.
+/// Makes a slab that is given out whole, with addresses that a caller keeps with nothing mapped.
 fn full_slab(pool: &SimPool) -> (VaRange, VaRange) {
     let (_, kept) = allocate(pool, 7);
     let (handle, spot) = allocate(pool, 1);

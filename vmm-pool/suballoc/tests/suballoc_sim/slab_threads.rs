@@ -1,4 +1,4 @@
-//! Cells of slabs under several threads together.
+//! Cells of slabs, used by several threads together.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +13,7 @@ use crate::stage::{
     DEVICE, OTHER, SimPool, UNIT, holds, node, pattern, pause, reserve, resume, write,
 };
 
-/// What each thread does, and how often there is a pause.
+/// The rounds of each thread, and the rounds between two pauses.
 const ROUNDS: u64 = 30;
 const ROUNDS_A_PAUSE: u64 = 9;
 
@@ -34,7 +34,7 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                 let units = 1 + below(3);
                 let Ok(handle) = create(pool, units) else { continue };
                 let range = place(pool, handle, units, DEVICE);
-                // A call at the gate, as launches are.
+                // A call at the gate, like a launch.
                 let pass = pool.enter();
                 assert!(is_clear(pool, DEVICE, range), "{seed}: new memory holds something");
                 let mark = seed << 32 | round;
@@ -47,7 +47,7 @@ fn work(pool: &SimPool, seed: u64, rounds: &AtomicU64) {
                 free(pool, range);
             }
             3 if at < held.len() => {
-                // As NCCL suspends: the addresses stay.
+                // NCCL suspends so: the addresses stay.
                 let (handle, range, _) = held[at];
                 let entered = pool.enter_giving_up();
                 entered.pool().front().unmap(&entered, range).expect("unmapped");

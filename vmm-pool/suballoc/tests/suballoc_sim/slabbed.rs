@@ -14,12 +14,12 @@ use crate::stage::{
     CAPACITY_BYTES, DEVICE, OWNER, SimPool, UNIT, free_addresses, free_bytes, reserve,
 };
 
-/// Is there nothing that anybody wrote in `range`, which is the beginning of an allocation?
+/// Has nobody written in `range`, which is the beginning of an allocation?
 pub(crate) fn is_clear(pool: &SimPool, device: DeviceOrdinal, range: VaRange) -> bool {
     pool.driver().core().is_clear(device, range).expect("a readable range")
 }
 
-/// The first slab.
+/// The size of the first slab.
 pub(crate) const SLAB_BYTES: u64 = 16 << 20;
 
 pub(crate) fn nccl() -> Class {
@@ -52,18 +52,18 @@ pub(crate) fn new_memory(size_bytes: u64, prop: AllocationProp, class: Class) ->
     NewMemory { size_bytes, prop, class, is_alone: false }
 }
 
-/// The answer to a caller about where it reserved.
+/// Returns the reservation at `address`, as a caller sees it.
 pub(crate) fn reserved_range(pool: &SimPool, address: DeviceAddress) -> Option<VaRange> {
     pool.front().seen_at(address)?.reserved
 }
 
-/// The right of `place` that callers have set on the cell at `address`; none where there is no cell.
+/// Returns the right of `place` that callers have set on the cell at `address`; `None` if there is no cell.
 pub(crate) fn right_at(pool: &SimPool, address: DeviceAddress, place: Location) -> Option<i32> {
     let (.., access) = pool.front().seen_at(address)?.part?;
     Some(access.iter().find(|desc| desc.location == place).map_or(0, |desc| desc.flags))
 }
 
-/// It makes no slabs, and understands those of others.
+/// Makes a pool that makes no slabs, and understands those of others.
 pub(crate) fn pool(node: &SimNode) -> Slabbed {
     let (pool, slabs) = (crate::stage::pool(node), Arc::<Slabs>::default());
     assert!(pool.set_front(Arc::clone(&slabs) as _));
@@ -81,7 +81,7 @@ pub(crate) fn create(pool: &SimPool, units: u64) -> PoolResult<VirtualHandle> {
         .create(&pool.enter(), new_memory(units * UNIT, AllocationProp::pinned_on(DEVICE), nccl()))
 }
 
-/// Addresses as the library gets them: the cell's, or the driver's.
+/// Reserves addresses as the library does: the cell's, or the driver's.
 fn addresses(pool: &SimPool, size_bytes: u64) -> VaRange {
     match pool.front().take_addresses(&pool.enter(), size_bytes, UNIT, "nccl") {
         Some(start) => VaRange::new(start, size_bytes),
@@ -106,7 +106,7 @@ pub(crate) fn place(
     range
 }
 
-/// As NCCL allocates: create, reserve, map, give access.
+/// Allocates as NCCL does: create, reserve, map, give access.
 pub(crate) fn allocate(pool: &SimPool, units: u64) -> (VirtualHandle, VaRange) {
     let handle = create(pool, units).expect("memory");
     (handle, place(pool, handle, units, DEVICE))
@@ -118,7 +118,7 @@ pub(crate) fn free_range(pool: &SimPool, range: VaRange) {
     }
 }
 
-/// As NCCL frees: retain, release, ask for the range, unmap, release, free the addresses.
+/// Frees as NCCL does: retain, release, query the range, unmap, release, free the addresses.
 pub(crate) fn free(pool: &SimPool, range: VaRange) {
     let entered = pool.enter_giving_up();
     let handle = entered.pool().front().retain_at(&entered, range.start).expect("it is mapped");
@@ -147,7 +147,7 @@ pub(crate) fn import(
     entered.pool().front().import(&entered, source, fd.into(), nccl(), export.part)
 }
 
-/// Handles, reservations and mappings of the driver's.
+/// Counts the driver's handles, reservations and mappings.
 pub(crate) fn objects(pool: &SimPool) -> [usize; 3] {
     let census = pool.driver().core().census();
     [census.handles, census.reservations, census.mappings]

@@ -1,4 +1,4 @@
-//! Cells of slabs: what a library sees that asks for memory as NCCL does, and what the driver sees.
+//! Cells of slabs: the view of a library that requests memory as NCCL does, and the view of the driver.
 
 use vmm_pool::driver::sim::FaultSpan;
 use vmm_pool::driver::{
@@ -153,7 +153,7 @@ fn a_cell_in_use_cannot_be_mapped_in_addresses_of_the_drivers_and_the_refusal_na
     let error = pool.front().map(&pool.enter(), elsewhere, 0, handle).expect_err("refused");
     assert!(error.to_string().contains("SUBLET_SLABS"), "{error}");
     assert_eq!(error.code(), Some(DriverCode::NOT_SUPPORTED));
-    // It has bytes, which do not move with it, and no allocation of its own is mapped where a slab is.
+    // The cell has contents, which do not move with it. No allocation of its own is mapped where a slab is.
     let (_, kept) = allocate(&pool, 1);
     pool.front().unmap(&pool.enter(), range).expect("unmapped");
     let alone = pool.create(UNIT, &AllocationProp::pinned_on(DEVICE), nccl()).expect("memory");
@@ -218,7 +218,7 @@ fn addresses_that_are_kept_take_new_memory() {
         assert!(holds(&pool, DEVICE, range, [0; 16]), "new memory holds nothing of the old");
         assert_eq!(pool.report().slabs.cells, 2);
     }
-    // With the last cell the slab goes, and the addresses stay.
+    // The slab ends with its last cell, and the addresses stay.
     free(&pool, kept);
     let entered = pool.enter_giving_up();
     entered.pool().front().unmap(&entered, range).expect("unmapped");
@@ -369,7 +369,7 @@ fn without_room_for_a_slab_memory_stands_alone() {
 fn dead_cells_hold_no_more_than_they_may() {
     let pool = slabbed(&node());
     let mut kept = Vec::new();
-    // A cell of each slab lives, and the rest dies.
+    // One cell of each slab lives, and the rest end.
     for _ in 0..200 {
         let (_, first) = allocate(&pool, 1);
         kept.push(first);
@@ -455,7 +455,7 @@ fn any_driver_call_that_fails_leaves_memory_or_a_refusal_and_nothing_else() {
             try_all(&owner, &importer);
             for pool in [&owner, &importer] {
                 pool.driver().faults().clear();
-                // What was refused is offered again.
+                // The calls that were refused are made again.
                 let (_, range) = allocate(pool, 1);
                 free(pool, range);
                 pause(pool);
@@ -467,7 +467,7 @@ fn any_driver_call_that_fails_leaves_memory_or_a_refusal_and_nothing_else() {
     }
 }
 
-/// Two cells, one of which crosses; all is given up, as far as it came to be.
+/// Makes two cells, one of which another process imports. Gives up all that was made.
 fn try_all(owner: &SimPool, importer: &SimPool) {
     for _ in 0..2 {
         let Ok(handle) = create(owner, 1) else { continue };
@@ -509,7 +509,7 @@ fn try_place(pool: &SimPool, handle: VirtualHandle) -> Option<VaRange> {
     None
 }
 
-/// Each call is made until it is taken.
+/// Gives memory up: each call is made until it succeeds.
 fn give_up(pool: &SimPool, handle: VirtualHandle, range: VaRange) {
     let entered = pool.enter_giving_up();
     if entered.pool().front().unmap(&entered, range).is_err() {

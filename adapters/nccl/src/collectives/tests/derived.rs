@@ -1,11 +1,11 @@
-//! Communicators that are made of others, refused, or left.
+//! Communicators that are made from others, refused, or left.
 
 use super::*;
 
 const PARENT: usize = 500;
 const CHILD: usize = 600;
 
-/// Rank `rank` of 3 of communicator `ID`.
+/// Makes rank `rank` of 3 of communicator `ID`.
 fn rank_of_three(rank: i32) -> (Fake, Collectives) {
     let (fake, all) = (Fake::default(), Collectives::default());
     all.create(&fake, "init", (ID, rank, 3), 8, || {
@@ -32,7 +32,7 @@ fn a_shrinking_that_aborts_leaves_the_parents_seat_before_it_waits() {
     all.launch(&fake, "ncclAllReduce", (CHILD, Operation::Collective), 3, ok);
     let child = identity::of_shrink(ID, 0, &[2]);
     assert_eq!(fake.count(child, Series::Collectives, 1), 1);
-    // The parent can be used on, which is said once.
+    // The parent can still be used. The program gets one message about it.
     for _ in 0..2 {
         assert_eq!(reduce(&fake, &all, ok()), NcclResult::SUCCESS);
     }
@@ -91,7 +91,7 @@ fn a_making_that_one_rank_fails_to_begin_does_not_shift_the_numbers_of_the_next(
             ok()
         };
         if rank == 0 {
-            // It passes something wrong, and tries again.
+            // The program passes a wrong argument, and tries again.
             all.split(&fake, PARENT, 1, 16, || FAILED);
             all.group_start(ok);
             all.split(&fake, PARENT, 1, 16, ok);
@@ -140,7 +140,7 @@ fn identities_that_were_used_once_are_remembered_to_a_limit() {
             ok()
         });
         all.destroy(&fake, CHILD, ok);
-        // One that is used again and again, as under NCCL_COMM_ID.
+        // An identity that is used again and again, as under NCCL_COMM_ID.
         all.create(&fake, "init", (ID, 0, 1), 16, ok);
         all.destroy(&fake, CHILD, ok);
     }

@@ -30,7 +30,7 @@ impl Story {
     }
 }
 
-/// A process of several threads: what they share of it is made of locks.
+/// A process of several threads: locks protect the parts that they share.
 #[derive(Default)]
 struct Shared {
     cut: Cut,
@@ -78,7 +78,7 @@ impl Shared {
     }
 }
 
-/// Rank 0 of 2 of communicator `ID`, with a hold in force.
+/// Makes rank 0 of 2 of communicator `ID`, with a hold in force.
 fn held_job() -> (Shared, Collectives) {
     let (shared, all) = (Shared::default(), Collectives::default());
     all.create(&&shared, "init", (ID, 0, 2), 8, || {
@@ -90,7 +90,7 @@ fn held_job() -> (Shared, Collectives) {
     (shared, all)
 }
 
-/// `held` is held, then `leave` runs; returns what `held` does.
+/// Runs `held` on a thread that waits at the hold, and then `leave`. Returns the result of `held`.
 fn while_held(
     shared: &Shared,
     held: impl FnOnce() -> NcclResult + Send,

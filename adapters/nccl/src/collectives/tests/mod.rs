@@ -1,4 +1,4 @@
-//! Against an NCCL made of closures: what is counted where, and what is not.
+//! Tests against an NCCL made of closures: the calls that are counted, and those that are not.
 
 mod derived;
 mod held;
@@ -15,7 +15,7 @@ use super::*;
 const ID: CommunicatorId = CommunicatorId(77);
 const FAILED: NcclResult = NcclResult(5);
 
-/// The state that NCCL reports of every communicator that goes on. One test alone may change it: tests run in threads
+/// The state that NCCL reports of every communicator with a call in progress. Only one test may change it: tests run in threads
 /// of one process.
 static STATE: AtomicI32 = AtomicI32::new(0);
 
@@ -69,7 +69,7 @@ impl Fake {
         self.count(ID, Series::Collectives, 1)
     }
 
-    /// NCCL writes `pointer` to `place`.
+    /// Writes `pointer` to `place`, as NCCL does.
     fn write(&self, place: usize, pointer: usize) {
         self.places.borrow_mut().insert(place, pointer);
     }
@@ -79,7 +79,7 @@ fn ok() -> NcclResult {
     NcclResult::SUCCESS
 }
 
-/// Rank 1 of 4 of communicator `ID`, at pointer 500.
+/// Makes rank 1 of 4 of communicator `ID`, at pointer 500.
 fn job() -> (Fake, Collectives) {
     let (fake, all) = (Fake::default(), Collectives::default());
     let made = all.create(&fake, "init", (ID, 1, 4), 8, || {
@@ -332,7 +332,7 @@ fn a_call_that_goes_on_is_over_when_nccl_says_so_or_the_application_knows() {
     STATE.store(NcclResult::SUCCESS.0, Ordering::SeqCst);
     assert_eq!(inside(&fake).count(), 0);
     assert!(communicator.is_finished(fake.state_of()));
-    // Once the application knows, NCCL is not asked any more.
+    // NCCL is not queried any more once the application knows.
     reduce(&fake, &all, NcclResult::IN_PROGRESS);
     all.state(&fake, 500, ok);
     assert!(communicator.is_finished(|_| NcclResult::IN_PROGRESS));

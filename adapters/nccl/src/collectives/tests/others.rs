@@ -56,10 +56,10 @@ fn signals_of_a_group_and_of_a_capture_count_when_those_are_launched() {
     assert_eq!(signals(&fake, 0, 1, 1), 0);
 }
 
-/// A group of experts, and a handle of it.
+/// Makes a group of experts, and a handle of it.
 fn experts(fake: &Fake, all: &Collectives) -> NcclResult {
     let made = all.make_expert_group(fake, 500, 24, || {
-        // As NCCL EP does, which is part of the making.
+        // NCCL EP does so, as a part of making a group.
         reduce(fake, all, ok());
         fake.write(24, GROUP);
         ok()
@@ -88,10 +88,10 @@ fn a_group_of_experts_is_a_collective_and_its_exchanges_have_a_series_of_their_o
     exchange(&fake, &all, ok());
     exchange(&fake, &all, FAILED);
     assert_eq!((exchanges(&fake, 0), fake.collectives()), (2, 1));
-    // What a handle's making does with NCCL counts by itself.
+    // The calls of NCCL that make a handle are counted by themselves.
     all.make_expert_handle(&fake, GROUP, 32, || reduce(&fake, &all, ok()));
     assert_eq!(fake.collectives(), 2);
-    // A second group is numbered alike on all ranks, even if some have failed to make one before.
+    // A second group has the same number on all ranks, even if some have failed to make one before.
     all.make_expert_group(&fake, 500, 24, || FAILED);
     experts(&fake, &all);
     exchange(&fake, &all, ok());
@@ -119,7 +119,7 @@ fn an_exchange_is_launched_at_once_in_a_group_of_nccls_and_recorded_by_a_capture
 fn the_values_of_groups_and_handles_may_come_again_while_they_end() {
     let (fake, all) = job();
     experts(&fake, &all);
-    // Another thread gets the handle's value before the call is back.
+    // Another thread gets the handle's value before the call returns.
     all.end_expert_handle(HANDLE, || {
         experts(&fake, &all);
         ok()

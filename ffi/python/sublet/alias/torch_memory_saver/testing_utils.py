@@ -1,4 +1,4 @@
-"""What tests and examples of programs that use the interface ask of a device."""
+"""Device functions that tests and examples of programs with this interface call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"]
 
 
 def get_device() -> str:
-    """What torch calls the device: ``"cuda"``; ``"xpu"`` where it sees a GPU of Intel's."""
+    """Returns torch's name of the device: ``"cuda"``, or ``"xpu"`` if torch sees an Intel GPU."""
     return "xpu" if is_xpu() else "cuda"
 
 
@@ -23,7 +23,7 @@ def _device_module() -> Any:
 
 
 def empty_cache() -> None:
-    """Has torch give cached memory back to the driver."""
+    """Makes torch return cached memory to the driver."""
     _device_module().empty_cache()
 
 

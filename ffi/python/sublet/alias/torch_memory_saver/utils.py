@@ -1,4 +1,4 @@
-"""Where launchers find the object to preload."""
+"""The functions by which launchers find the object to preload."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ __all__ = ["change_env", "get_binary_path_from_package", "is_xpu"]
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The object to preload that lies next to this package, named for the CUDA runtime of the process."""
+    """Returns the object to preload next to this package, named for the CUDA runtime of the process."""
     return binary_beside(Path(__file__).parent, stem)

@@ -49,7 +49,7 @@ def binary_beside(package: Path, stem: str) -> Path:
 
 
 def _suffixes() -> list[str]:
-    """What follows the stem, first what fits the CUDA runtime that torch was built for."""
+    """Returns the suffixes after the stem, first the one for the CUDA runtime that torch was built for."""
     version: Any = getattr(sys.modules.get("torch"), "version", None)
     cuda = getattr(version, "cuda", None)
     if cuda is None or getattr(version, "hip", None) is not None:

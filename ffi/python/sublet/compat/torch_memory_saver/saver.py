@@ -173,7 +173,7 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups in host memory are kept after a resume; counts from the next resume on.
+        """Are backups in host memory kept after a resume? A change applies from the next resume on.
 
         Then :meth:`get_cpu_backup` answers also for memory that is back, with the bytes as they were
         paused, until the next pause of it, whose bytes come to the same place. A resume while this is
@@ -229,7 +229,7 @@ class TorchMemorySaver:
 
 
 class Implementation:
-    """What there is once the first call was made."""
+    """The state that exists after the first call."""
 
     def __init__(self, hook_mode: str) -> None:
         preload.check()
@@ -341,7 +341,7 @@ class Implementation:
 
 
 def missing(name: str) -> str:
-    """What is said of a name that is not here."""
+    """Returns the message about a name that does not exist here."""
     return (
         f"Sublet's torch_memory_saver has no {name}: it has what {_VERSION} has; leave Sublet's alias out of PYTHONPATH "
         "to have the original's sleep"

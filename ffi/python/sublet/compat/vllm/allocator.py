@@ -165,7 +165,7 @@ class CuMemAllocator:
             self.current_tag = outer_tag
 
     def release_pools(self) -> None:
-        """Lets go of the pools, so that torch gives back what nobody uses of them. May be called more than once."""
+        """Releases the pools, so that torch frees their unused memory. May be called more than once."""
         self.allocator_and_pools.clear()
         self._graph_pool = None
         gc.collect()
@@ -190,7 +190,7 @@ class CuMemAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, AllocationData]:
-        """What the allocator has from the driver now, by address, asleep or awake."""
+        """Returns the allocator's present memory from the driver, by address, asleep or awake."""
         found: dict[int, AllocationData] = {}
         asleep = {tag for tag in set(self._tags.values()) if self._library.tag_is_paused(self._prefix + tag)}
         for segment in self._torch.cuda.memory_snapshot():

@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def load_plugin() -> None:
-    """What vLLM calls in each of its processes, as one of its plugins; imports nothing of vLLM.
+    """The plugin function that vLLM calls in each of its processes; imports nothing of vLLM.
 
     Offers ``--sleep-mode-backend sublet``, and does :func:`install` if ``SUBLET_COMPAT`` names ``vllm``.
     """
@@ -90,7 +90,7 @@ def _refusal_of_imported() -> Optional[str]:
 
 
 def _refusal(module: ModuleType) -> Optional[str]:
-    """What stands in the way of putting ours into this module, in a sentence."""
+    """Returns, as a sentence, what prevents our replacement in this module."""
     if getattr(module, "CuMemAllocator", None) is CuMemAllocator:
         return None
     found = (lacking(module, name, parameters) for name, parameters in NEEDED[module.__name__].items())
@@ -104,7 +104,7 @@ def _refusal(module: ModuleType) -> Optional[str]:
 
 
 def _beyond_ours(module: ModuleType) -> Optional[str]:
-    """What their allocator has and ours lacks: vLLM may call it."""
+    """Returns, as text, what their allocator has and ours lacks: vLLM may call it."""
     theirs: Any = getattr(module, "CuMemAllocator")
     for name in vars(theirs):
         if name.startswith("_"):

@@ -1,5 +1,5 @@
-//! Members, coordinators, and what is on its way between them, as a state machine. What becomes of an order, what is
-//! answered to those that ask, and how a round ends are asked of the code that decides it in production.
+//! Members, coordinators, and the messages between them, as a state machine. The code that decides in production also decides
+//! here: on orders, on answers to other members, and on a round's end.
 
 mod member;
 mod setting;
@@ -39,11 +39,11 @@ enum Life {
 struct Coordinator {
     life: Life,
     lines: Vec<Line>,
-    /// Whom this step is for.
+    /// The members that do this step.
     takes: Vec<bool>,
 }
 
-/// All of them at one instant.
+/// The state of all members and coordinators at one instant.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact that a property asks for")]
 pub(super) struct State {
@@ -54,9 +54,9 @@ pub(super) struct State {
     stops: u8,
     deaths: u8,
     lock_is_gone: bool,
-    /// One was told to commit, and was silent when the others went by what they were told themselves.
+    /// Was a member told to commit, and silent while the others followed their own orders?
     pub(super) may_part: bool,
-    /// One that acted for itself alone was refused with nobody in the way.
+    /// Was a member that acts alone refused although no other process led it?
     pub(super) own_was_refused: bool,
     pub(super) own_was_taken: bool,
     pub(super) asked: Option<Verdict>,
@@ -70,11 +70,11 @@ fn connection_of(coordinator: usize) -> u64 {
     1 + coordinator as u64
 }
 
-/// A connection of none of them.
+/// A connection of no coordinator here.
 const STRANGE: u64 = 99;
 
 impl State {
-    /// While somebody holds it, and another one is to come.
+    /// Removes the lock's file, while a coordinator holds it and another one waits.
     fn lock_goes(&mut self) -> bool {
         let is = |life: fn(&Life) -> bool| self.coordinators.iter().any(|other| life(&other.life));
         let matters = is(|life| *life == Life::Waits) && is(|life| matches!(life, Life::Leads(_)));
@@ -86,7 +86,7 @@ impl State {
             || !self.coordinators.iter().any(|other| matches!(other.life, Life::Leads(_)))
     }
 
-    /// It has the lock, and greets all.
+    /// The coordinator has the lock, and greets all members.
     fn starts(&mut self, c: usize) -> bool {
         if self.coordinators[c].life != Life::Waits || !self.lock_is_free() {
             return false;
@@ -112,7 +112,7 @@ impl State {
         let (Life::Leads(order), true) = (coordinator.life, coordinator.takes[m]) else {
             return false;
         };
-        // In the order of its list.
+        // The coordinator sends in the order of its list.
         if (0..m).any(|m| coordinator.takes[m] && coordinator.lines[m].answer.is_none()) {
             return false;
         }
@@ -175,7 +175,7 @@ impl State {
                 if order == Order::Settle {
                     coordinator.takes.fill(true);
                 } else if order.stage() == Stage::Commit {
-                    // Who has failed is asked no more.
+                    // A member that has failed is asked no more.
                     for (takes, failed) in coordinator.takes.iter_mut().zip(has_failed) {
                         *takes &= !failed;
                     }
@@ -286,7 +286,7 @@ impl State {
     fn sees_its_end(&mut self, m: usize, c: usize) -> bool {
         let line = &self.coordinators[c].lines[m];
         let is_there = !self.members[m].is_stopped && !line.is_closed && line.unread.is_empty();
-        // Of others that end nothing follows.
+        // The end of a coordinator that does not lead has no effect.
         if !is_there || !self.has_ended(c) || self.leader(m) != Some(c) {
             return false;
         }
@@ -306,7 +306,7 @@ impl State {
         let others = self.members.len();
         let member = &mut self.members[m];
         if member.rests() {
-            // The worker finds nothing to be done.
+            // The worker finds no work.
             if let Some(round) = round {
                 member.rounds.last_step_taken(round, true);
             }
@@ -325,7 +325,7 @@ impl State {
             return false;
         };
         let round = *round;
-        // While one is silent, the others are asked once more.
+        // While one member is silent, the others are asked once more.
         let is_silent = |(asked, member): (&bool, &Member)| !asked && member.is_stopped;
         let asks_again = asked.iter().zip(&self.members).any(is_silent);
         if (asked[other] && !asks_again) || self.knows(m).is_some() {
@@ -362,7 +362,7 @@ impl State {
         let mut silent = others.filter(|other| !settling.asked[*other]);
         let said = self.knows(m).or_else(|| settling.said.verdict());
         let all_are_silent = silent.clone().all(|other| self.members[other].is_stopped);
-        // One that is silent counts as one that was told nothing.
+        // A silent member counts as told nothing.
         if said.is_none() && settling.round.is_some() && !all_are_silent {
             return false;
         }
@@ -391,7 +391,7 @@ impl State {
         true
     }
 
-    /// Also where it has not read that yet.
+    /// Was member `m` told to commit, even if it has not read the order yet?
     fn was_told_to_commit(&self, m: usize, round: u64) -> bool {
         let lines = self.coordinators.iter().map(|coordinator| &coordinator.lines[m]);
         let is_unread = lines.flat_map(|line| &line.unread).any(|order| *order == Order::Commit);
@@ -406,14 +406,14 @@ impl State {
         }
     }
 
-    /// `m` has waited in vain for long; any other that waits as long will ask it again.
+    /// `m` has waited in vain for long; any other member that waits as long will ask it again.
     fn ask_again(&mut self, m: usize) {
         for settling in self.members.iter_mut().filter_map(|member| member.settling.as_mut()) {
             settling.asked[m] = false;
         }
     }
 
-    /// More often than rounds are remembered.
+    /// Lets a member act alone, more often than rounds are remembered.
     fn acts_alone(&mut self, m: usize) -> bool {
         if self.members[m].is_stopped || !self.members[m].rests() || !self.lock_is_free() {
             return false;
@@ -433,7 +433,7 @@ impl State {
             for order in steps {
                 let member = &mut self.members[m];
                 if member.admit(STRANGE, round, true, order) != Admission::Taken {
-                    // Another one leads: the lock is gone, or it has just been seen to have led.
+                    // Another connection leads: the lock was removed, or the leader's end has just been seen.
                     self.own_was_refused |= !self.lock_is_gone && self.members[m].rests();
                     return true;
                 }
@@ -452,7 +452,7 @@ impl State {
         true
     }
 
-    /// One that has just settled answers those that ask it at the same time.
+    /// Stops a member. A member that has just settled still answers members that ask simultaneously.
     fn stops(&mut self, m: usize) -> bool {
         let settles = |member: &Member| member.settling.is_some();
         if self.members[m].rests() && self.members.iter().any(settles) {
@@ -462,8 +462,7 @@ impl State {
         !std::mem::replace(&mut self.members[m].is_stopped, true)
     }
 
-    /// Lets a stopped member go on. If others have waited for it in vain, it has waited in vain for them, and asks
-    /// again.
+    /// Continues a stopped member. If others have waited for it in vain, it has waited in vain for them, and asks again.
     fn goes_on_after_stop(&mut self, m: usize) -> bool {
         let member = &mut self.members[m];
         if let Some(settling) = &mut member.settling
@@ -476,7 +475,7 @@ impl State {
         std::mem::replace(&mut member.is_stopped, false)
     }
 
-    /// Has each round ended the same way in all that took part?
+    /// Has each round ended the same way in all members that took part?
     pub(super) fn is_agreed(&self) -> bool {
         (0..self.coordinators.len()).map(round_of).all(|round| {
             let ends = || self.members.iter().filter_map(|member| member.ends.get(&round));
@@ -484,7 +483,7 @@ impl State {
         })
     }
 
-    /// Is no order of a round taken that comes over another connection than the one that leads it, or when it is over?
+    /// Are orders of a round followed only over its leader's connection, and only while the round is under way?
     pub(super) fn obeys_leaders_alone(&self) -> bool {
         let rounds = || (0..self.coordinators.len()).map(round_of);
         self.members.iter().all(|member| {
@@ -504,7 +503,7 @@ impl State {
         self.members.iter().all(|member| member.rests() && member.settling.is_none())
     }
 
-    /// Has a round ended in one member, and is another one to settle it?
+    /// Has a round ended in one member, while another is still to settle it?
     pub(super) fn is_one_to_ask(&self) -> bool {
         self.members.iter().any(|member| !member.ends.is_empty())
             && self.members.iter().any(|member| member.settling.is_some())

@@ -1,4 +1,4 @@
-//! The search: all that can happen when coordinators end, in every order.
+//! The search: every sequence of events after coordinators end.
 
 use stateright::{Checker, Model, Property};
 

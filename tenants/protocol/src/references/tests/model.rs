@@ -1,8 +1,8 @@
-//! A model of one allocation that three processes share: its owner, one that has imported it, and one that joins.
+//! A model of one allocation that three processes share: its owner, a process that has imported it, and one that joins.
 //!
-//! Whatever can happen to it happens here in every order: writes, pins, tickets redeemed, frees on any side, also
-//! while it is away; names of sockets that go and come; pauses of everything and by tag, step by step in each process; a step that fails, a death, a
-//! coordinator that ends. What stays in a pause is decided by the code itself ([`decide`]).
+//! Every possible event happens here in every order: writes, pins, redeemed tickets, frees on any side, also while the memory
+//! is released. Names of sockets are removed and made. Pauses of everything and by tag go step by step in each process. A step
+//! fails, a process dies, a coordinator ends. The product's code itself decides which memory stays in a pause ([`decide`]).
 
 mod events;
 mod names;
@@ -16,11 +16,11 @@ use crate::identity::MemberId;
 
 pub(super) use events::Event;
 
-/// Creates the memory.
+/// The process that creates the memory.
 pub(super) const OWNER: usize = 0;
-/// Is in the tenant from the start.
+/// The process that is in the tenant from the start.
 pub(super) const IMPORTER: usize = 1;
-/// May join at any time.
+/// The process that may join at any time.
 pub(super) const NEWCOMER: usize = 2;
 pub(super) const ALL: [usize; 3] = [OWNER, IMPORTER, NEWCOMER];
 
@@ -29,13 +29,13 @@ const ID: AllocationId = AllocationId([1; 16]);
 /// The state of the allocation in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Memory {
-    /// Nothing: no row in its table.
+    /// No row in the process's table.
     None,
     /// The physical memory of this number.
     Resident(u8),
-    /// A row, and no memory.
+    /// A row without memory.
     Away,
-    /// A row, and the knowledge that nobody can bring it back.
+    /// A row whose memory, as the process knows, cannot be restored.
     Lost,
 }
 
@@ -59,18 +59,18 @@ pub(super) enum Stage {
 pub(super) struct Process {
     pub(super) is_member: bool,
     pub(super) lives: bool,
-    /// Its socket has a name, by which commands and others find it.
+    /// Has its socket a name, by which commands and others find it?
     is_named: bool,
     pub(super) stage: Stage,
     pub(super) memory: Memory,
-    /// Its application holds it.
+    /// Does its application hold the memory?
     pub(super) is_held: bool,
     pinned: bool,
     stays: bool,
     frozen: bool,
-    /// Of the last step, whose answer the coordinator has.
+    /// The report of the last step, once the coordinator has it.
     said: Option<Said>,
-    /// Has the resume in progress brought its memory back? To undo it takes that memory away again.
+    /// Has the resume in progress restored its memory? An undo of the resume releases that memory again.
     restored: bool,
 }
 
@@ -80,7 +80,7 @@ struct Said {
     given: bool,
     taken: bool,
     pinned: bool,
-    /// With whom it shares it, but for the dead.
+    /// The processes with which it shares the memory, except for dead ones.
     partners: [bool; 3],
 }
 
@@ -119,7 +119,7 @@ pub(super) struct State {
     made: u8,
     /// The value that was written last.
     written: u8,
-    /// The owner's: who may hold it, who has fetched it again, an open ticket, saved contents.
+    /// The owner's knowledge: possible importers, processes that have fetched the memory again, an open ticket, saved contents.
     importers: [bool; 3],
     fetched: Option<[bool; 3]>,
     ticket: bool,
@@ -127,7 +127,7 @@ pub(super) struct State {
     pub(super) action: Option<Action>,
     /// The events that may still happen.
     pub(super) left: Left,
-    /// A process took memory for its own that all others took for nobody's.
+    /// Did the owner save memory that the decision counted as without an owner?
     pub(super) disowned: bool,
 }
 
@@ -204,7 +204,7 @@ impl State {
         ALL.into_iter().any(|who| self.is_in(who) && self.processes[who].stage == stage)
     }
 
-    /// Is there something to bring back?
+    /// Is there memory to restore?
     pub(super) fn needs_resume(&self) -> bool {
         let is_away = |who| self.is_in(who) && self.processes[who].memory == Memory::Away;
         self.some_are(Stage::Paused) || ALL.into_iter().any(is_away)
@@ -217,7 +217,7 @@ impl State {
         let undo = match action.step {
             Step::Close | Step::Drain | Step::Save => Step::UndoPause,
             Step::Create | Step::Import => Step::UndoResume,
-            // A step of these that fails is done by the next command, or by the process alone.
+            // If one of these steps fails, the next command does it, or the process alone.
             Step::Release | Step::Activate | Step::UndoPause | Step::UndoResume => return,
         };
         action.step = undo;
@@ -282,7 +282,7 @@ impl State {
         });
     }
 
-    /// Returns the coordinator's decision from what all have said.
+    /// Returns the coordinator's decision from all reports.
     fn decision(&self, members: [bool; 3]) -> Option<StayReason> {
         let name = |who: usize| MemberId(who as u64);
         let said = |who: usize| self.processes[who].said.filter(|_| members[who]);
@@ -341,7 +341,7 @@ impl State {
         if who == OWNER && process.memory == Memory::Away {
             process.memory = Memory::Resident(self.made);
             process.restored = true;
-            // What was not saved comes back with something else.
+            // Contents that were not saved are replaced by others.
             self.values[usize::from(self.made)] = self.saved.unwrap_or(u8::MAX);
             self.made += 1;
             self.fetched = Some([false; 3]);
@@ -364,7 +364,7 @@ impl State {
                 }
                 true
             }
-            // It has it, and takes no part: the tag is to be resumed first.
+            // The owner has the memory, and takes no part: the tag must be resumed first.
             Memory::Away if owner.lives => false,
             Memory::Resident(_) | Memory::None | Memory::Away | Memory::Lost => {
                 if without_lost {
@@ -418,7 +418,7 @@ impl State {
         }
     }
 
-    /// The coordinator's side: the next step when all have done this one.
+    /// Does the coordinator's work: begins the next step after all processes have done this one.
     fn advance(&mut self) {
         let Some(action) = self.action.clone() else {
             return;

@@ -1,4 +1,4 @@
-//! The search: all that can happen to shared memory, in every order.
+//! The search: every sequence of events of shared memory, in every order.
 
 use std::collections::BTreeSet;
 
@@ -54,8 +54,8 @@ fn is_right(state: &State) -> bool {
     used.all(|number| state.value_of(number) == state.written())
 }
 
-/// Tells whether there is a way on where nothing is under way. A resume brings back all that lives, and nothing is lost
-/// but what its owner took along. Then everything can be paused.
+/// Can the processes continue if no action is under way? A resume must restore all memory that lives, and only memory of ended
+/// owners may be lost. After that everything can be paused.
 fn has_way_on(state: &State) -> bool {
     if state.action.is_some() {
         return true;
@@ -96,7 +96,7 @@ fn has_way_on(state: &State) -> bool {
     ALL.into_iter().all(stands)
 }
 
-/// All steps of what is under way, in order.
+/// Does all steps of the action under way, in order.
 fn to_the_end(mut state: State) -> State {
     while state.action.is_some() {
         let next = state.events().into_iter().find(|event| matches!(event, Event::Do(_)));
@@ -123,7 +123,7 @@ fn holds_always(left: Left) -> BTreeSet<&'static str> {
 
 const NONE: Left = Left { pauses: 0, writes: 1, pins: 0, failures: 0, deaths: 0, names: 0 };
 
-/// In two pauses there is a failure or a death; both are in one pause, since all in two takes ten times as many states.
+/// One failure or one death occurs in two pauses; both occur in one pause, since both in two need ten times as many states.
 #[test]
 fn shared_memory_is_one_and_right_and_comes_back_whatever_is_freed_when() {
     let _met = holds_always(Left { pauses: 2, failures: 1, ..NONE });

@@ -55,7 +55,7 @@ pub(super) enum Call {
         at: u64,
         device: bool,
     },
-    /// As a library does it: create, reserve, map, give access, write.
+    /// The usual calls of a library: create, reserve, map, give access, write.
     Usual {
         device: bool,
         units: u64,
@@ -63,7 +63,7 @@ pub(super) enum Call {
     PauseOrResume,
 }
 
-/// What is wrong with a mapping.
+/// The error in a mapping.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wrong {
     Nothing,
@@ -75,7 +75,7 @@ pub(super) enum Wrong {
 pub(super) fn any_call() -> impl Strategy<Value = (bool, Call)> {
     let pick = any::<usize>;
     let units = || 1..4_u64;
-    // Mostly from the start of a place, and mostly right.
+    // Most calls begin at the start of a place, and most are right.
     let at = || prop_oneof![4 => Just(0_u64), 1 => 1..3_u64];
     let wrong = prop_oneof![
         12 => Just(Wrong::Nothing),

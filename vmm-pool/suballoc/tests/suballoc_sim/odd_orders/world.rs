@@ -1,4 +1,4 @@
-//! Two processes of one node, asked as the library's hooks ask.
+//! Two processes of one node, called as the library's hooks call.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(super) struct World {
     pub(super) pools: [SimPool; 2],
 }
 
-/// What a caller hears.
+/// The answer that a caller gets.
 pub(super) type Heard<T> = Result<T, Option<DriverCode>>;
 
 pub(super) fn heard<T>(outcome: PoolResult<T>) -> Heard<T> {
@@ -39,7 +39,7 @@ impl World {
         let pools = [(); 2].map(|()| {
             let driver = SimDriver::new(node.clone(), SimOptions::default());
             driver.make_current(DEVICE).expect("device 0");
-            // No host memory but what contents take.
+            // There is no host memory except that for contents.
             let pool = SimPool::new(Arc::new(driver), 0);
             let slabs = Arc::<Slabs>::default();
             slabs.use_slabs(has_slabs);
@@ -58,7 +58,7 @@ impl World {
         VaRange::new(start, size_bytes)
     }
 
-    /// As the hook does.
+    /// Frees addresses, as the hook does.
     pub(super) fn free(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
         match pool.front().free_addresses(&pool.enter_giving_up(), range) {
@@ -70,7 +70,7 @@ impl World {
     pub(super) fn unmap(&self, process: usize, range: VaRange) -> Heard<()> {
         let pool = &self.pools[process];
         match pool.front().unmap(&pool.enter_giving_up(), range) {
-            // The driver's to refuse, which has nothing there.
+            // The driver refuses this call, because it has nothing there.
             Err(PoolError::NotOurs) => Err(Some(DriverCode::INVALID_VALUE)),
             outcome => heard(outcome),
         }
@@ -118,7 +118,7 @@ impl World {
         heard(importer.front().import(&importer.enter(), source, fd.into(), nccl(), export.part))
     }
 
-    /// The right of a device, as `cuMemGetAccess` has it.
+    /// Returns the right of a device, as `cuMemGetAccess` does.
     pub(super) fn right(
         &self,
         process: usize,
@@ -139,7 +139,7 @@ impl World {
         }
     }
 
-    /// Where the mapping at `address` begins and ends, as `cuMemGetAddressRange` has it, by offset to `place`.
+    /// Returns the start and end of the mapping at `address`, as `cuMemGetAddressRange` does, by offset to `place`.
     pub(super) fn range(
         &self,
         process: usize,
@@ -155,7 +155,7 @@ impl World {
         Some((range.start.0 - place.start.0, range.size_bytes))
     }
 
-    /// The answer to a caller about where it reserved.
+    /// Returns the reservation at `address`, as a caller sees it.
     pub(super) fn reserved(&self, process: usize, address: DeviceAddress) -> Option<VaRange> {
         let pool = &self.pools[process];
         reserved_range(pool, address).or_else(|| pool.driver().core().reservation_at(address))

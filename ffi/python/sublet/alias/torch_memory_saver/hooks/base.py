@@ -1,4 +1,4 @@
-"""What a hook mode needs of the process: an object, and in the mode ``torch`` an allocator."""
+"""The needs of a hook mode: an object to preload, and in the mode ``torch`` an allocator."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class HookUtilBase:
         raise NotImplementedError
 
     def get_allocator(self) -> Optional[Any]:
-        """What a ``torch.cuda.MemPool`` takes as its allocator; ``None`` for torch's own."""
+        """Returns the allocator for a ``torch.cuda.MemPool``; ``None`` for torch's own."""
         return None

@@ -1,4 +1,4 @@
-"""How processes are started with the object preloaded."""
+"""The mode in which processes start with the object preloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mode in which a process comes under Sublet by itself (``sublet.attach``)."""
+"""The mode in which a process attaches itself to Sublet (``sublet.attach``)."""
 
 from __future__ import annotations
 

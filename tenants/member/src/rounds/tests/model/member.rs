@@ -1,4 +1,4 @@
-//! A member, and what it does on the orders of a coordinator.
+//! A member, and its work on the orders of a coordinator.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ pub(in super::super) enum Order {
     Begin,
     Prepare,
     Commit,
-    /// Behind the point of no return.
+    /// A step after the point of no return.
     Verify,
     Abort,
     Settle,
@@ -46,7 +46,7 @@ impl Order {
     }
 }
 
-/// The progress of a member with what it was told to do.
+/// The progress of a member in its orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum At {
     Rest,
@@ -65,14 +65,14 @@ pub(super) struct Settling {
 pub(super) struct Member {
     pub(super) rounds: Rounds,
     pub(super) at: At,
-    /// The settling that the worker is at.
+    /// The settling under way in the worker.
     pub(super) settling: Option<Settling>,
     /// The coordinator that waits for the member to settle.
     pub(super) asks_to_settle: Option<usize>,
-    /// The ends of rounds of several members, as they were here.
+    /// The ends of rounds of several members, as this member saw them.
     pub(super) ends: BTreeMap<u64, Verdict>,
     pub(super) is_stopped: bool,
-    /// Others have gone on without it.
+    /// Have others gone on without this member?
     pub(super) was_passed_by: bool,
 }
 
@@ -99,7 +99,7 @@ impl Member {
         self.rounds.admit(connection, OfRound { round, alone, stage: order.stage() }, rests)
     }
 
-    /// Does what the worker does on an order. Returns false where the order does not follow the step before.
+    /// Does the worker's part of an order. Returns false if the order does not follow the step before.
     pub(super) fn obey(&mut self, round: u64, order: Order) -> bool {
         let done = match (order, self.at) {
             (Order::Begin, At::Rest) => {

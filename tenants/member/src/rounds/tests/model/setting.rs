@@ -1,4 +1,4 @@
-//! What may happen in a search, and what comes of it.
+//! The possible events of a search, and their effects.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -6,22 +6,22 @@ use super::member::{At, Member};
 use super::{Coordinator, Life, Line, State};
 use crate::rounds::Rounds;
 
-/// The bounds on what may happen in a search.
+/// The limits on the events of a search.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct Setting {
     pub(in super::super) members: usize,
     pub(in super::super) coordinators: usize,
     /// The number of coordinators that may die.
     pub(in super::super) deaths: u8,
-    /// The lock's file may be removed, so that two coordinators lead at a time.
+    /// May the lock's file be removed, so that two coordinators lead at a time?
     pub(in super::super) lock_goes: bool,
-    /// Coordinators may call what they lead off.
+    /// May coordinators call their rounds off?
     pub(in super::super) calls_off: bool,
-    /// Coordinators may be silent for so long that members hang up on them.
+    /// May coordinators be silent for so long that members close the connection?
     pub(in super::super) stands_still: bool,
-    /// The number of times that a member may begin to pause and resume by itself.
+    /// The number of times that a member may begin to pause and resume alone.
     pub(in super::super) own: u8,
-    /// The number of times that a coordinator may say the same twice.
+    /// The number of times that a coordinator may repeat an order.
     pub(in super::super) repeats: u8,
     /// The number of times that a member may be stopped for longer than others wait for it.
     pub(in super::super) stops: u8,
@@ -36,13 +36,13 @@ pub(in super::super) enum Event {
     Sends(usize, usize),
     Repeats(usize, usize),
     CallsOff(usize),
-    /// All have answered.
+    /// A coordinator goes on after all answers.
     GoesOn(usize),
     Dies(usize),
     /// A member reads what a coordinator has sent.
     Reads(usize, usize),
     SeesItsEnd(usize, usize),
-    /// It was silent for too long.
+    /// A member closes the connection of a coordinator that was silent for too long.
     HangsUpOn(usize, usize),
     Asks(usize, usize),
     Decides(usize),
@@ -83,7 +83,7 @@ impl Setting {
         }
     }
 
-    /// All that may happen.
+    /// All possible events.
     pub(in super::super) fn events(&self, state: &State) -> Vec<Event> {
         let (members, coordinators) = (0..self.members, 0..self.coordinators);
         let mut events = Vec::new();
@@ -115,7 +115,7 @@ impl Setting {
         events
     }
 
-    /// The state after `event`; none where it cannot happen.
+    /// The state after `event`; none if it cannot happen.
     pub(in super::super) fn after(&self, state: &State, event: Event) -> Option<State> {
         let mut next = state.clone();
         let happens = match event {

@@ -73,7 +73,7 @@ impl State {
         let any_runs = ALL.into_iter().any(|who| self.runs(who));
         if self.left.pauses > 0 && any_runs {
             events.push(Event::Pause { by_tag: false });
-            // A tenant that is paused as a whole, in part, is resumed first.
+            // If some processes are paused as a whole, the tenant is resumed first.
             if !self.some_are(Stage::Paused) {
                 events.push(Event::Pause { by_tag: true });
             }
@@ -84,7 +84,8 @@ impl State {
         }
     }
 
-    /// Its owner gives it to an importer that runs, with a ticket or a handle that holds nothing.
+    /// Can `who` redeem memory at its owner? The owner gives it to an importer that runs, with a ticket or a handle that holds
+    /// nothing.
     fn can_redeem(&self, who: usize) -> bool {
         let owner = &self.processes[OWNER];
         let is_there = matches!(owner.memory, Memory::Resident(_)) && !owner.frozen;
@@ -139,8 +140,8 @@ impl State {
         self.forget_unheld(OWNER);
     }
 
-    /// The rule of the pool: a row lives while its application holds it, or a ticket does; what is away also as long
-    /// as an importer may come for it.
+    /// The rule of the pool: a row lives while its application or a ticket holds it. A row whose memory is released also lives
+    /// as long as an importer may fetch it.
     pub(super) fn forget_unheld(&mut self, who: usize) {
         let (ticket, owed) = if who == OWNER {
             let is_away = self.processes[OWNER].memory == Memory::Away;
@@ -177,7 +178,7 @@ impl State {
             return;
         }
         action.members[who] = false;
-        // Behind the point of no return those that are left go on; before it all go back.
+        // After the point of no return the remaining processes go on; before it all go back.
         if !matches!(action.step, Step::Release | Step::Activate) {
             self.go_back();
         }

@@ -1,4 +1,4 @@
-//! Names of sockets: by them processes are found, and partners are missed.
+//! Names of sockets. By them the coordinator finds processes, and notices missing partners.
 
 use super::super::{Partner, missing};
 use super::{ALL, Memory, OWNER, State};
@@ -9,7 +9,7 @@ impl State {
         self.is_in(who) && self.processes[who].is_named
     }
 
-    /// With whom `who` shares it, as far as it knows.
+    /// The processes with which `who` shares the memory, as far as it knows.
     pub(super) fn partners(&self, who: usize) -> [bool; 3] {
         let has_imported = matches!(self.processes[who].memory, Memory::Resident(_) | Memory::Away);
         ALL.map(|other| {
@@ -43,7 +43,7 @@ impl State {
         said.filter_map(|who| self.processes[who].said).map(|said| said.partners).collect()
     }
 
-    /// All have had the time to make their names again.
+    /// Gives all processes the time to make their names again.
     pub(in super::super) fn find_names(&mut self) {
         for process in &mut self.processes {
             process.is_named = true;
