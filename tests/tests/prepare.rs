@@ -51,7 +51,7 @@ fn takes_host_memory(names: &[String]) -> bool {
 
 /// Looks until `is_so`, for a while. Each look is a run of the command, so this does not spin.
 fn wait_until(stage: &Stage, is_so: impl Fn(&[(u64, u64)]) -> bool) -> Outcome {
-    until("host memory is there", Duration::from_mins(1), || Ok(is_so(&host(stage)?)))
+    until("host memory is there", Duration::from_mins(10), || Ok(is_so(&host(stage)?)))
 }
 
 #[test]

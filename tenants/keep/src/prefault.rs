@@ -30,8 +30,9 @@ const AGAIN_AFTER: Duration = Duration::from_mins(1);
 const REST: Duration = Duration::from_millis(50);
 /// The longest time for which the end of the process waits for a driver call of ours.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
-/// The lowest priority: the application comes first.
-const NICE: i32 = 19;
+/// A lower priority: the application comes first. At the lowest one this thread had no processor for a minute next to 16 busy
+/// processes, and the process did not answer for five seconds.
+const NICE: i32 = 5;
 
 /// The state of this process's preparation. See the documentation of this module.
 #[derive(Debug)]
