@@ -268,7 +268,7 @@ impl Interposition {
         self.patches.entries()
     }
 
-    /// Checks whether all calls of the library that is distributed as `file` come to us, as of the last walk.
+    /// Checks whether all calls of the library that is distributed as `file` come to us. The last walk answers.
     ///
     /// # Errors
     /// The reason why they may not: it is not among the loader's libraries, or a library may have looked up its functions past

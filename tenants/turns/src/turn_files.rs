@@ -106,7 +106,7 @@ impl TurnDir {
         self.replace("history", text.as_bytes())
     }
 
-    /// Returns the last record of the tenants that did not answer; the default as of [`TurnDir::history`].
+    /// Returns the last record of the tenants that did not answer, or the default, as [`TurnDir::history`] does.
     pub(crate) fn silent<T: DeserializeOwned + Default>(&self) -> T {
         self.read("silent")
     }

@@ -8,8 +8,9 @@
 //! The disk is the slowest part by far, so it must never wait. While threads write or read one slot, the calling thread
 //! copies the next.
 
-use std::io;
+use std::io::ErrorKind;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::Builder;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
@@ -20,7 +21,7 @@ use crate::file::{DiskFile, Writer};
 /// The number of threads that write, or read. One reaches three quarters of the disk's speed, four reach nine tenths.
 const FILE_THREADS: usize = 4;
 
-/// A slot and its job, and the outcome. No slot and no job when a thread ends.
+/// A slot and its job, and the outcome. No slot and no job when a thread ends, also by a panic.
 type Told<S, J> = (Option<(S, J)>, PoolResult<()>);
 
 /// Starts threads that do `work` on the slots that `lead` sends them, and send the slots back. A thread ends once
@@ -35,14 +36,19 @@ fn by_threads<S: Send, J: Send>(
         for _ in 0..FILE_THREADS {
             let (given, tell, work) = (given.clone(), tell.clone(), &work);
             let each = move || {
-                let mut writer = Writer::default();
-                for (mut slot, job) in given {
-                    let outcome = work(&mut writer, &mut slot, &job);
-                    if tell.send((Some((slot, job)), outcome)).is_err() {
-                        break;
+                let all = AssertUnwindSafe(|| {
+                    let mut writer = Writer::default();
+                    for (mut slot, job) in given {
+                        let outcome = work(&mut writer, &mut slot, &job);
+                        if tell.send((Some((slot, job)), outcome)).is_err() {
+                            break;
+                        }
                     }
-                }
-                let _told = tell.send((None, writer.settle(file)));
+                    writer.settle(file)
+                });
+                // A panic loses a slot and its job: nobody may wait for them.
+                let lost = |_| Err(file.refused("moving", &(0..0), ErrorKind::Other.into()));
+                let _told = tell.send((None, catch_unwind(all).unwrap_or_else(lost)));
             };
             let thread = Builder::new().name("sublet-file".to_owned()).spawn_scoped(scope, each);
             thread.map_err(|error| file.refused("starting a thread for", &(0..0), error))?;
@@ -68,16 +74,13 @@ pub(crate) fn write_behind<S: AsRef<[u8]> + Send>(
     };
     by_threads(file, write, |give, told| {
         let mut idle = slots;
+        let written = || match told.recv() {
+            Ok((Some((slot, _)), written)) => written.map(|()| slot),
+            // Without a slot, the contents would be lost.
+            _ => Err(file.refused("writing", &(0..0), ErrorKind::NotFound.into())),
+        };
         let mut fill_all = || loop {
-            let mut slot = if let Some(slot) = idle.pop() {
-                slot
-            } else if let Ok((Some((slot, _)), written)) = told.recv() {
-                written?;
-                slot
-            } else {
-                // Without a slot, the contents would be lost.
-                return Err(file.refused("writing", &(0..0), io::ErrorKind::NotFound.into()));
-            };
+            let mut slot = idle.pop().map_or_else(written, Ok)?;
             let Some(place) = fill(&mut slot)? else { return Ok(()) };
             // Threads end only when this sender is closed.
             let _taken = give.send((slot, place));
@@ -102,12 +105,10 @@ pub(crate) fn read_ahead<S: AsMut<[u8]> + Send>(
     };
     by_threads(file, read, |give, told| {
         let mut next = places.iter().cloned().enumerate();
-        for job in slots.into_iter().zip(next.by_ref()) {
-            let _given = give.send(job);
-        }
+        slots.into_iter().zip(next.by_ref()).for_each(|job| drop(give.send(job)));
         for place in places {
             let Ok((Some((slot, (index, _))), read)) = told.recv() else {
-                let source = io::ErrorKind::Interrupted.into();
+                let source = ErrorKind::Interrupted.into();
                 return Err(PoolError::file_unreadable(&file.dir, place, source));
             };
             read.and_then(|()| each(index, &slot))?;
@@ -173,7 +174,7 @@ mod tests {
     fn a_full_disk_ends_the_writing_with_an_error_that_names_the_place() {
         let error = write_places(&DiskFile::full()).unwrap_err();
         let PoolError::FileRefused { size_bytes, source, .. } = &error else { panic!("{error}") };
-        assert_eq!((*size_bytes, source.kind()), (PIECE_BYTES, io::ErrorKind::StorageFull));
+        assert_eq!((*size_bytes, source.kind()), (PIECE_BYTES, ErrorKind::StorageFull));
     }
 
     #[test]
@@ -192,6 +193,24 @@ mod tests {
     fn what_the_last_flush_says_counts() {
         let error = write_places(&DiskFile::without_flush()).unwrap_err();
         assert!(matches!(error, PoolError::FileRefused { operation: "writing", .. }), "{error}");
+    }
+
+    /// A slot that nobody can fill.
+    #[derive(Debug)]
+    struct Broken;
+
+    impl AsMut<[u8]> for Broken {
+        fn as_mut(&mut self) -> &mut [u8] {
+            panic!("broken")
+        }
+    }
+
+    #[test]
+    fn a_thread_that_panics_with_the_only_slot_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = DiskFile::create(dir.path()).unwrap();
+        let read = read_ahead(&file, vec![Broken], &places(), &mut |_, _| Ok(()));
+        assert!(matches!(read, Err(PoolError::FileUnreadable { .. })), "{read:?}");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use vmm_pool::sync::lock;
 /// The size of the longest block, in bytes.
 const BLOCK_BYTES: u64 = 2 << 20;
 
-/// A block's range in the file, and the CRC-32 of its bytes (as of zlib).
+/// A block's range in the file, and the CRC-32 of its bytes (the one of zlib).
 pub(super) type Block = (Range<u64>, u32);
 
 /// The blocks of a file, by their first offset.

@@ -59,7 +59,7 @@ pub struct WriteOut {
 pub struct Written {
     /// The offset in the file where the allocation begins.
     pub offset_bytes: u64,
-    /// The CRC-32 (as of zlib) of its saved parts, one behind the other.
+    /// The CRC-32 (the one of zlib) of its saved parts, one behind the other.
     pub crc32: u32,
 }
 

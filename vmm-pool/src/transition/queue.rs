@@ -26,7 +26,7 @@ pub struct Left {
 /// The record of a window.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
-    /// The record, as of any step. Its bytes are those of `bytes`.
+    /// The times of the steps of this window. Its bytes are those of `bytes`.
     pub log: StepLog,
     /// The device memory that was released or restored.
     pub bytes: ByDevice,

@@ -11,7 +11,8 @@
 //! | `sublet-pager` | the pager has ended: each use of memory that is not on the device is refused, and the message names the device |
 //! | `sublet-prefault` | populating host memory ahead of a pause is refused, with a message; the next request begins another thread |
 //! | `sublet-arena` | the thread that runs the pause allocates the host memory that it needs |
-//! | `sublet-file`, and those that touch host memory | the step that waits for them panics too, on the worker |
+//! | `sublet-file` | the step that waits for it is refused |
+//! | those that touch host memory | the step that waits for them panics too, on the worker |
 //! | `sublet-fill` | the call that waits for it is refused |
 //! | `sublet-turn` | the turn goes on, and is checked again a little later |
 //! | `sublet-back` | a note says so, and another thread begins a little later |

@@ -245,7 +245,7 @@ impl Patches {
         is_unknown
     }
 
-    /// Is a library loaded whose file name begins with `file`, as of the last walk?
+    /// Is a library loaded whose file name begins with `file`? The last walk answers.
     pub(super) fn has_loaded(&self, file: &[u8]) -> bool {
         lock(&self.known).entries.keys().any(|identity| is_file_of(identity.name.to_bytes(), file))
     }
